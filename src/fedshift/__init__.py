@@ -24,16 +24,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .core.aggregation import Aggregated as Aggregated
     from .core.aggregation import Aggregation as Aggregation
     from .core.aggregation import Received as Received
-    from .core.contexts import Folded as Folded
-    from .core.declarations import (
-        Bound as Bound,
-        Own as Own,
-        Phase as Phase,
-        Reads as Reads,
-        Send as Send,
-    )
+    from .core.declarations import Phase as Phase
+    from .core.declarations import Send as Send
+    from .core.rule import Declared as Declared
+    from .core.rule import Folded as Folded
     from .core.method import (
-        Freeze as Freeze,
         Method as Method,
         method as method,
         modifier as modifier,
@@ -42,7 +37,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         SGD as SGD,
         AdamW as AdamW,
     )
-    from .core.requirements import Requirements as Requirements
     from .core.rule import Rule as Rule
     from .core.schedule import (
         Cosine as Cosine,
@@ -87,14 +81,17 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fedbabu import fedbabu as fedbabu
     from .methods.fedbn import fedbn as fedbn
     from .methods.fedcac import fedcac as fedcac
+    from .methods.feddecorr import feddecorr as feddecorr
     from .methods.feddg_elcfs import feddg_elcfs as feddg_elcfs
     from .methods.feddg_ga import feddg_ga as feddg_ga
     from .methods.feddyn import feddyn as feddyn
     from .methods.fedfa import fedfa as fedfa
     from .methods.fedgma import fedgma as fedgma
     from .methods.fedheal import fedheal as fedheal
+    from .methods.fedlc import fedlc as fedlc
     from .methods.fedmmb import fedmmb as fedmmb
     from .methods.fednova import fednova as fednova
+    from .methods.fedntd import fedntd as fedntd
     from .methods.fedpac import fedpac as fedpac
     from .methods.fedper import fedper as fedper
     from .methods.fedplvm import fedplvm as fedplvm
@@ -140,12 +137,10 @@ _HOME = {
     "api": ("Comparison", "advise", "compare", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Aggregated", "Aggregation", "Received"),
-    "core.contexts": ("Folded",),
-    "core.declarations": ("Bound", "Own", "Phase", "Reads", "Send"),
-    "core.method": ("Freeze", "Method", "method", "modifier"),
+    "core.declarations": ("Phase", "Send"),
+    "core.method": ("Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
-    "core.requirements": ("Requirements",),
-    "core.rule": ("Rule",),
+    "core.rule": ("Declared", "Folded", "Rule"),
     "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (
         "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",

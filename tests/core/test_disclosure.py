@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core.declarations import GRAINS, Bound, Send
-from fedshift.core.disclosure import check_upload, like_sends
+from fedshift.core.checks import check_upload, like_sends
+from fedshift.core.declarations import GRAINS, Send
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.evaluation.communication import describe_kept, list_disclosures
 from fedshift.methods.fedavg import fedavg
 from fedshift.results.disclosure import group_disclosures
@@ -31,7 +31,7 @@ class Sending(Rule):
         self.declared, self.late, self.sent = declared, late, sent
 
     def bind(self, plan):
-        return Bound(self, sends=self.declared)
+        return Declared(self, sends=self.declared)
 
     def end(self, client):
         if self.late and client.round < 2:
@@ -79,7 +79,7 @@ def test_entries_of_the_model_leave_exactly_as_the_scope_says():
     plan = prepare(fedavg(), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
     check_upload(plan, plan.initial, ())
     for shared in ({**plan.initial, "x": torch.zeros(2)}, {"weight": plan.initial["weight"]}):
-        with pytest.raises(UsageError, match="send exactly the entries in its scope"):
+        with pytest.raises(UsageError, match="the entries in its scope must be exactly that"):
             check_upload(plan, shared, ())
 
 
@@ -115,15 +115,14 @@ def test_each_method_says_what_it_reveals_and_to_whom(name):
         written = each.name.endswith(("running_mean", "running_var", "running_std"))
         made = any(each.name in bound.sets for bound in plan.rules)
         assert (each.reveals == "client") == (written and not made), each.name
-    declared = (*like_sends(plan).values(), *like_sends(plan, prelude=True).values())
-    assert sum(each.bytes for each in sends) == sum(x.nbytes for x in declared)
+    assert sum(each.bytes for each in sends) == sum(x.nbytes for x in like_sends(plan).values())
     assert sum(map(len, (group.members for group in group_disclosures([*entries, *sends])))) == len(entries + sends)
 
 
 def test_a_measurement_of_one_sample_reveals_it():
     assert {"image"} == {send.reveals for bound in of("harmofl", samples=1).rules for send in bound.sends.values()}
     assert {"image"} == {send.reveals for bound in of("hbn", samples=1).rules for send in bound.sends.values()}
-    assert {"image"} == {send.reveals for bound in of("fedrdn", samples=1).rules for _, send in bound.uploads}
+    assert {"image"} == {send.reveals for bound in of("fedrdn", samples=1).rules for send in bound.sends.values()}
 
 
 @pytest.mark.slow

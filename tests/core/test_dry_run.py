@@ -10,12 +10,11 @@ from torch import nn
 
 from fedshift.cli.inspection import describe_method
 from fedshift.core import dry_run
-from fedshift.core.contexts import Folded
-from fedshift.core.declarations import Bound, Own, Send
+from fedshift.core.declarations import Send
 from fedshift.core.method import method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import HOOKS, Rule
+from fedshift.core.rule import HOOKS, Declared, Folded, Rule
 from fedshift.core.server_optimizer import ServerOptimizer
 from fedshift.experiments.settings import Settings
 from fedshift.methods.fedavg import fedavg
@@ -29,9 +28,9 @@ SENT = Send.like({"one": ONE}, "client")
 
 def rule(personalizes="", **given):
     """A rule with these declarations, and hooks as functions without ``self``."""
-    declared = {name: value for name, value in given.items() if name in ("own", "reads", "sends")}
+    declared = {name: value for name, value in given.items() if name in Declared.__dataclass_fields__}
     members = {name: staticmethod(act) for name, act in given.items() if name not in declared}
-    members |= {"bind": lambda self, plan: Bound(self, **declared), "personalizes": personalizes}
+    members |= {"bind": lambda self, plan: Declared(self, **declared), "personalizes": personalizes}
     return type("Faulty", (Rule,), members)()
 
 
@@ -57,12 +56,12 @@ def without_bias(state, *_):
     return {name: tensor for name, tensor in state.items() if name != "0.bias"}
 
 
-MEMORY, SERVER = Own(memory={"one": ONE}), Own(server={"one": ONE})
+MEMORY = SERVER = {"one": ONE}
 WRONG = {
     r"loss\(\): Faulty reads features ": loss(lambda step: step.run(step.params).features.sum()),
     r"gradients\(\): Faulty reads key": rule(gradients=lambda grads, step: grads | {"key": step.key}),
-    r"look\(\): Faulty reads samples .*first=samples": rule(look=lambda client: {"n": ONE * client.samples}),
-    r"look\(\): Faulty reads loss_at": rule(look=lambda client: {"n": client.loss_at({})} if client.round else {}),
+    r"start\(\): Faulty reads samples .*samples_before_work": rule(start=lambda client: {"n": ONE * client.samples}),
+    r"start\(\): Faulty reads loss_at": rule(start=lambda client: {"n": client.loss_at({})} if client.round else {}),
     r"loss\(\): Faulty runs a model without '0.weight', which is trained": loss(
         lambda step: step.run({"0.bias": step.loaded["0.bias"]}).outputs.sum()
     ),
@@ -85,22 +84,22 @@ WRONG = {
         "use", personalize=lambda state, client: state | {"one": ONE}
     ),
     r"personalize\(\): receives '0.bias' but does not return": rule("start", personalize=without_bias),
-    r"look\(\): declares 'one' but does not return it: Own.memory must": rule(own=MEMORY, look=lambda client: {}),
-    r"look\(\): returns a int": rule(look=lambda client: 3),
-    r"keeps 'one' of shape \(2,\) .*, declared as .*: Own.memory must": end({"one": ONE.expand(2)}, {}, own=MEMORY),
-    r"keeps 'one' of .* float64, declared as .* float32: Own.memory must": end({"one": ONE.double()}, {}, own=MEMORY),
-    r"keeps 'two' of .* without declaring it: Own.memory must": end({"two": ONE}, {}),
+    r"start\(\): declares 'one' but does not return it: Declared.memory": rule(memory=MEMORY, start=lambda client: {}),
+    r"start\(\): returns a int": rule(start=lambda client: 3),
+    r"keeps 'one' of shape \(2,\) .*, declared as .*: Declared.memory": end({"one": ONE.expand(2)}, {}, memory=MEMORY),
+    r"keeps 'one' of .* float64, declared as .* float32: ": end({"one": ONE.double()}, {}, memory=MEMORY),
+    r"keeps 'two' of .* without declaring it: Declared.memory": end({"two": ONE}, {}),
     r"end\(\): returns a dict: return 2 states": rule(end=lambda client: {}),
     r"end\(\): returns 'one' with numbers that are not finite": end({}, {"one": ONE / 0}, sends=SENT),
-    r"keeps 'one' of shape \(2,\) .*: Own.server must": rule(
-        own=SERVER, fold=lambda server: Folded({"one": ONE.expand(2)})
+    r"keeps 'one' of shape \(2,\) .*: Declared.server must": rule(
+        server=SERVER, fold=lambda server: Folded({"one": ONE.expand(2)})
     ),
-    r"declares 'one' but does not keep it: Own.server must": rule(own=SERVER, fold=lambda server: Folded({})),
-    r"computes '2.bias' .* without declaring it: Bound.sets": rule(fold=lambda server: Folded({}, {"2.bias": ONE})),
+    r"declares 'one' but does not keep it: Declared.server must": rule(server=SERVER, fold=lambda server: Folded({})),
+    r"computes '2.bias' .* without declaring it: Declared.sets": rule(fold=lambda server: Folded({}, {"2.bias": ONE})),
     r"fold\(\): returns a dict": rule(fold=lambda server: {}),
-    r"declares 'one' in Own as .* on meta, and the model is .* on cpu": rule(own=Own(memory={"one": ONE.to("meta")})),
-    r"declares 'one' in Own as .*float64 .* the model is .*float32": rule(own=Own(params={"one": ONE.double()})),
-    r"declares 'one' in Own as float, and": rule(own=Own(server={"one": 1.0})),
+    r"declares 'one' as .* on meta, and the model is .* on cpu": rule(memory={"one": ONE.to("meta")}),
+    r"declares 'one' as .*float64 .* the model is .*float32": rule(params={"one": ONE.double()}),
+    r"declares 'one' as float, and": rule(server={"one": 1.0}),
 }  # fmt: skip
 
 
@@ -114,7 +113,7 @@ def test_a_rule_that_does_other_than_it_declares_is_refused_by_rule_and_hook(why
 def test_a_hook_that_raises_is_refused_with_its_place(hook):
     broken = rule("start" if hook == "personalize" else "", **{hook: lambda *given: {}["absent"]})
     with pytest.raises(
-        UsageError, match=rf"Faulty.{hook}\(\) failed on generated samples: KeyError: 'absent'; in .*py"
+        UsageError, match=rf"Faulty.{hook}\(\) failed on generated samples.*: KeyError: 'absent'; in .*py"
     ):
         prepared(broken)
 

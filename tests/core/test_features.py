@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.declarations import Bound, Own, Reads
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.methods.fedavg import fedavg
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
@@ -24,8 +23,8 @@ class CenterLoss(Rule):
     again: bool = False
 
     def bind(self, plan):
-        own = Own(buffers={"seen": torch.zeros(3, dtype=torch.float64)})
-        return Bound(self, own=own, reads=Reads(features=self.features))
+        seen = {"seen": torch.zeros(3, dtype=torch.float64)}
+        return Declared(self, buffers=seen, features=self.features)
 
     def loss(self, loss, step):
         step.own.buffers["seen"].add_(nn.functional.one_hot(step.y, 3).sum(0))
@@ -84,7 +83,7 @@ class EvaluationLoss(Rule):
     features: str = "head"
 
     def bind(self, plan):
-        return Bound(self, reads=Reads(features=self.features))
+        return Declared(self, features=self.features)
 
     def loss(self, loss, step):
         if step.steps == 0:

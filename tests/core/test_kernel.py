@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.contexts import Folded
-from fedshift.core.declarations import Bound, Own, Send
+from fedshift.core.declarations import Send
 from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.method import Method
+from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD, AdamW
-from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Folded, Rule
 from fedshift.core.selection import Scope, name_matches
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step, client_step_
@@ -82,8 +81,10 @@ class Counting(Rule):
     by: float
 
     def bind(self, plan):
-        own = Own(memory={"seen": torch.zeros(1)}, server={"total": torch.zeros(1)})
-        return Bound(self, own=own, sends={"new": Send(shape=(1,), dtype=torch.float32, reveals="update")})
+        memory, server = {"seen": torch.zeros(1)}, {"total": torch.zeros(1)}
+        return Declared(
+            self, memory=memory, server=server, sends={"new": Send(shape=(1,), dtype=torch.float32, reveals="update")}
+        )
 
     def loss(self, loss, step):
         return loss * self.by

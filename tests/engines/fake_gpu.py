@@ -233,7 +233,6 @@ def measure(method: Any, engine: str) -> dict[str, Any]:
         trial = make_trial(
             method, engine, data=unequal(sizes).to(device), device=str(device), rounds=9, evaluate_every=9, **given
         )
-        trial.introduce()
         for _ in range(ROUNDS - 1):
             trial.advance()
         COUNTS.clear()

@@ -39,7 +39,7 @@ def ask(questions):
     """Ask a site a question of ``kind``, with facts of its trial, its settings or itself changed; return the answer."""
 
     def answer(site, kind="train", **changes):
-        like = "train" if kind in ("introduce", "review") else kind
+        like = "train" if kind == "review" else kind
         asked = next(question for question in questions if question.kind == like)
         return site.answer(replace(change(asked, **changes), kind=kind))
 

@@ -28,19 +28,16 @@ from fedshift.methods import METHODS
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.models import make_network
 from fedshift.report.page import _leaving_table
-from fedshift.results.checkpoint import load_checkpoint
 from fedshift.results.disclosure import group_disclosures
 from fedshift.utils.errors import FedshiftError
 from fedshift.utils.state import join_states
 from tests.flower.sites import ALL, OTHERS, PHOTO, serve, sites_of, spec_for
-from tests.methods import plain
-from tests.methods.others import styles
 
 pytestmark = pytest.mark.usefixtures("machine")
 NEEDS_OPACUS = pytest.mark.skipif(importlib.util.find_spec("opacus") is None, reason="epsilon needs Opacus")
 STYLES = "tests.methods.others:styles"
-"""A method whose clients send their images' mean and deviation once, before round 1."""
-ONCE = f"{STYLES}+fedbn"
+"""A method whose clients send their images' mean and deviation."""
+STYLED = f"{STYLES}+fedbn"
 
 
 def serve_photo(method, folder, **named):
@@ -86,9 +83,9 @@ LIMITS = {
     "sites = 4": ("fedbn", "sites = 4, and 3 sites take part"),
     "epsilon = 8.0": ("fedbn", "epsilon = 8.0, and the method has no secret noise: add dp(secret=True"),
     "sample_epsilon = 8.0": ("fedbn", "sample_epsilon = 8.0, and the method has no secret noise: add dp_sgd(secret=Tr"),
-    'reveals = "update"\nkeep = ["*running*"]': (ONCE, "'styles/style' of styles reveals statistics of the client's"),
-    'passed_on = false\nkeep = ["*running*"]': (ONCE, "'styles/style' of styles is received by the server; other cl"),
-    'keep = ["styles/*"]': (ONCE, "entry 'styles/style' would leave"),
+    'reveals = "update"\nkeep = ["*running*"]': (STYLED, "'styles/style' of styles reveals statistics of the client's"),
+    'passed_on = false\nkeep = ["*running*"]': (STYLED, "'styles/style' of styles is received by the server; other cl"),
+    'keep = ["styles/*"]': (STYLED, "entry 'styles/style' would leave"),
 }
 WITHIN = (
     'methods = ["fedbn", "fed*"]\nmodels = ["small-*"]\nkeep = ["*running*", "bn*"]\nrounds = 2\nsites = 3\n'
@@ -196,7 +193,7 @@ def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(tmp_path):
 
 
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
-    rule = dp_sgd(delta=1e-2, secret=True).gradient
+    rule = dp_sgd(delta=1e-2, secret=True).rules[0]
     assert describe_delta(rule, {"ann": 99}) == []
     (said,) = describe_delta(rule, {"ann": 99, "bob": 100, "cid": 250})
     assert said.startswith("delta = 0.01 is not below one in the number of samples of bob, cid (250 at most)")
@@ -250,63 +247,3 @@ def test_consent_inspect_record_and_page_name_the_same_with_its_true_bytes(name)
 def show_method(name):
     texts = describe_method("small-cnn", name, (1, 8, 8), 3)
     return "\n".join(text.plain for text in texts if isinstance(text, Text))
-
-
-# What leaves once, before round 1.
-
-SENT = "1 entry of styles, 16 bytes, which reveals statistics of the client's data; received by the server; other "
-
-
-def test_consent_and_inspect_and_page_say_that_it_leaves_once():
-    plan = plain.trial(styles()).plan
-    lines = TrialReview(plan=plan, model="cnn", rounds=2, sites=3, samples=16).describe().splitlines()
-    assert [line for line in lines if line.startswith(f"leaves once, before round 1: {SENT}")]
-    assert "Leaves a client once, before round 1:\n1 entry of styles, 8 bytes" in show_method(STYLES)
-    cells = [[cell.text for cell in row] for row in _leaving_table(summarize_method(plan)).rows]
-    assert cells[-1][:3] == ["styles/style (once, before round 1)", "styles", "16"]
-
-
-def serve_styles(folder, tamper=None, **options):
-    """Run two rounds; return what was told, and the bank that the server holds at the end."""
-    spec = spec_for(ONCE, samples=16, evaluate_every=2)
-    sites = sites_of(spec, folder, code=frozenset({STYLES}))
-    sites[PHOTO].account = folder / "photo.db"
-    heard = serve(spec, folder, sites, tamper=tamper, **options)
-    (trial,) = (folder / "served" / "trials").iterdir()
-    return heard, load_checkpoint(trial / "checkpoint.safetensors")[0]["server/memory/styles/bank"]
-
-
-def test_the_record_holds_it_with_its_bytes_and_asking_again_reveals_nothing_more(tmp_path):
-    heard, bank = serve_styles(tmp_path)
-    assert bank.shape == (3, 2)
-    asked = [question for node, question in heard.grid.asked if node == PHOTO and question.kind != "tell"]
-    kinds = [question.kind for question in asked]
-    assert kinds[:4] == ["describe", "review", "introduce", "train"]
-    assert kinds.count("introduce") == 1
-    answers = [heard.grid.sites[PHOTO].answer(asked[2]) for _ in range(2)]
-    assert len({answer.arrays["memory"]["styles/style"].data for answer in answers}) == 1
-    rows = list(Record(tmp_path / "photo.db").read())
-    row, *again = [entry for entry in rows if entry.event == "introduce"]
-    assert row.round == 0
-    assert (row.content["left"]["memory"]["names"], row.content["left"]["memory"]["bytes"]) == (["styles/style"], 8)
-    assert [text.startswith("1 entry of styles, 8 bytes") for text in row.content["discloses"]] == [True]
-    assert [entry.content for entry in again] == [row.content] * 2
-    assert " 3 uploads, " in next(Record(tmp_path / "photo.db").list_totals())  # this one and two rounds'
-    (train, _) = [entry for entry in rows if entry.event == "train"]
-    assert not any("of styles" in text for text in train.content["discloses"])
-
-
-def test_an_answer_that_is_not_what_was_declared_is_left_out(tmp_path):
-    wrong = Exchange(kind="introduced", facts={"name": "photo", "round": 0}, arrays={"memory": to_record({})})
-    tamper = lambda node, asked, answer: wrong if (node, asked.kind) == (PHOTO, "introduce") else answer  # noqa: E731
-    heard, bank = serve_styles(tmp_path, tamper, clients=2)
-    assert bank.shape == (2, 2)
-    (said,) = [text for text in heard.notices if text.startswith("before round 1: photo is left out")]
-    assert "lacks entry 'styles/style'" in said
-    assert heard.took_part == [ALL] * 2
-
-
-def test_too_few_answers_end_it_before_any_training(tmp_path, clock):
-    tamper = lambda node, asked, answer: None if (node, asked.kind) == (PHOTO, "introduce") else answer  # noqa: E731
-    with pytest.raises(FedshiftError, match="before round 1: only 2 of 3 clients sent a usable upload"):
-        serve_styles(tmp_path, tamper)

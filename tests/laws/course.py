@@ -106,7 +106,6 @@ class Course:
     def __init__(self, method: Method, engine: str, folder: Path) -> None:
         self.folder = folder
         running = make_trial(method, engine)
-        running.introduce()
         self.plan, self.start = running.plan, running.server
         self.clients = {name: running.clients[name] for name in running.train}
         train, sent = running.engine.train, {}

@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.declarations import GRAINS, Bound, Own, Reads, Send
+from fedshift.core.declarations import GRAINS, Send
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.methods.dp import dp
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.methods.geometric_median import geometric_median
@@ -43,7 +43,7 @@ class Sends(Rule):
 
     def bind(self, plan):
         send = Send(shape=(), dtype=torch.float32, reveals=self.reveals)
-        return Bound(self, own=Own(memory={"sent": torch.zeros(())}), sends={"sent": send})
+        return Declared(self, memory={"sent": torch.zeros(())}, sends={"sent": send})
 
     def end(self, client):
         return client.memory, dict(client.memory)
@@ -61,12 +61,12 @@ class ChangesBatch(Rule):
 
 class ReadsTargets(Rule):
     def bind(self, plan):
-        return Bound(self, reads=Reads(targets=True))
+        return Declared(self, targets=True)
 
 
 class ReadsFirst(Rule):
     def bind(self, plan):
-        return Bound(self, reads=Reads(first=4))
+        return Declared(self, samples_before_work=4)
 
 
 class ChangesGradients(Rule):
@@ -84,7 +84,7 @@ def test_dp_and_robust_aggregation_refuse_every_send(guard, reveals):
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("method", [each for each in FEDERATED if each.aggregate.sums], ids=by_name)
 def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
-    sends = any(bound.uploads for bound in trial(method).plan.rules)
+    sends = any(bound.sends for bound in trial(method).plan.rules)
     for guard in (dp, median):
         try:
             trial(guard(method))
@@ -96,13 +96,13 @@ def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
 
 class KeepsWeight(Rule):
     def bind(self, plan):
-        return Bound(self, own=Own(params={"weight": torch.zeros(())}))
+        return Declared(self, params={"weight": torch.zeros(())})
 
 
 def test_a_rule_s_own_entry_under_a_name_of_the_model_is_refused():
     network = nn.Sequential(nn.Linear(3, 3))
     network.register_parameter("keepsweight/weight", nn.Parameter(torch.zeros(())))
-    with pytest.raises(UsageError, match="KeepsWeight trains its own entry under 'keepsweight/weight', a name of"):
+    with pytest.raises(UsageError, match="KeepsWeight declares its own entry 'keepsweight/weight', a name of"):
         prepare(Method().with_rule(KeepsWeight()), network, optimizer=SGD(lr=0.1))
 
 

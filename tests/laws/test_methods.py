@@ -185,7 +185,6 @@ def test_names_of_clients_and_layers_change_nothing(trial, tmp_path, federated):
         )
         if first.plan.draws or federated.name == "dp":
             pytest.skip("its draws depend on names")
-        first.introduce()
         first.advance()
         first.save(tmp_path, "kept.safetensors")
         second.restore(*load_checkpoint(tmp_path / "kept.safetensors"), tmp_path)
@@ -303,9 +302,10 @@ def told_apart(plan, table):
     """
     own = frozenset().union(*plan.own_trained)
     listed = set()
-    for rule, names, bound in zip(plan.rule_names, plan.own_names, plan.rules, strict=True):
-        decayed = bound.own.params if table is DECAYED and any(phase.decay for phase in bound.phases) else ()
-        known = table.get(rule, "|".join(map(re.escape, (*bound.own.model, *decayed))))
+    for rule, bound in zip(plan.rule_names, plan.rules, strict=True):
+        names = bound.names
+        decayed = bound.params if table is DECAYED and any(phase.decay for phase in bound.phases) else ()
+        known = table.get(rule, "|".join(map(re.escape, (*bound.model, *decayed))))
         listed |= {name for entry, name in names.items() if re.fullmatch(known, entry)} & own
     return plan.trained | listed, own - listed
 
@@ -341,8 +341,8 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
         reference.step()
         for phase in (None, *separate):
             job = update_(plan, replace(job, separate_phase=phase), grads, job.rest, 1)
-    bounded = zip(plan.own_names, plan.rules, strict=True)
-    bounds = {names[entry]: pair for names, bound in bounded for entry, pair in bound.own.bounds.items()}
+    bounded = [(bound.names, bound) for bound in plan.rules]
+    bounds = {names[entry]: pair for names, bound in bounded for entry, pair in bound.limits.items()}
     for name, leaf in leaves.items():
         clamped = leaf.clamp(*bounds[name]) if name in bounds else leaf
         assert (job.params[name] - clamped).abs().max() <= 1e-12, name

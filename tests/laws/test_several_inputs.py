@@ -74,7 +74,6 @@ NETWORKS = NetworksOfInputs(make_several, DATA.inputs)
 def test_every_method_trains_the_network_that_divides_rows_itself(each):
     one, other = (make_trial(each, model=model, data=DATA) for model in (NETWORKS, make_divided))
     for trial in (one, other):
-        trial.introduce()
         trial.advance()
         trial.advance()
     assert is_equal(one.to_tensors()[0], other.to_tensors()[0])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedshift import Aggregated, Aggregation, Bound, Folded, Own, Reads, Rule, Send, method
+from fedshift import Aggregated, Aggregation, Declared, Folded, Rule, Send, method
 from fedshift.core.aggregation import average
 from fedshift.core.means import weighted_mean
 
@@ -30,7 +30,7 @@ class SmallFeatures(Rule):
     strength: float
 
     def bind(self, plan):
-        return Bound(self, reads=Reads(features="last"))
+        return Declared(self, features="last")
 
     def loss(self, loss, step):
         return loss + self.strength * step.features.square().mean()
@@ -67,13 +67,10 @@ class Clusters(Rule):
 
     def bind(self, plan):
         two = {name: torch.stack([plan.initial[name], 1.1 * plan.initial[name]]) for name in plan.trained & plan.loaded}
-        own, sends = (
-            Own(memory={"chosen": torch.tensor(0)}, server=two),
-            {"chosen": Send(shape=(), dtype=torch.int64, reveals="client")},
-        )
-        return Bound(self, own=own, reads=Reads(first=64, entries=True), sends=sends)
+        memory, sends = {"chosen": torch.tensor(0)}, {"chosen": Send(shape=(), dtype=torch.int64, reveals="client")}
+        return Declared(self, memory=memory, server=two, samples_before_work=64, entries=True, sends=sends)
 
-    def look(self, client):
+    def start(self, client):
         losses = [client.loss_at({name: both[k] for name, both in client.server.items()}) for k in range(2)]
         return {"chosen": torch.stack(losses).argmin()}
 
@@ -99,27 +96,23 @@ def clusters(base):
 
 
 class Styles(Rule):
-    """Brings each batch halfway to the mean and deviation of a client drawn from a bank, filled before round 1."""
+    """Brings each batch halfway to the mean and deviation of a client of the last round, which is drawn from a bank."""
 
     def bind(self, plan):
         neutral = torch.tensor([0.0, 1.0], dtype=plan.dtype)
-        own = Own(server={"bank": neutral[None]}, growing={"bank": (0,)})
-        prelude = Send.like({"style": neutral}, "client", passed_on=True)
-        return Bound(self, own=own, reads=Reads(first=64, draws=True), prelude=prelude)
+        bank, growing = {"bank": neutral[None]}, {"bank": (0,)}
+        sends = Send.like({"style": neutral}, "client", passed_on=True)
+        return Declared(self, server=bank, growing=growing, samples_before_work=64, draws=True, sends=sends)
 
-    def look(self, client):
-        if not client.prelude:
-            return {}
+    def start(self, client):
         seen = []
         client.run({"": lambda network, given: seen.append(given[0])})
         return {"style": torch.stack([seen[0].mean(), seen[0].std()])}
 
     def end(self, client):
-        return {}, {"style": client.memory["style"]} if client.prelude else {}
+        return {}, {"style": client.memory["style"]}
 
     def fold(self, server):
-        if not server.prelude:
-            return Folded(server.memory)
         return Folded({"bank": torch.stack([sent["style"] for sent in server.uploads])})
 
     def batch(self, x, y, step):
@@ -137,7 +130,7 @@ class Mixup(Rule):
     """Trains on each sample mixed with another of the batch, by a share that each step draws."""
 
     def bind(self, plan):
-        return Bound(self, reads=Reads(draws=True))
+        return Declared(self, draws=True)
 
     def batch(self, x, y, step):
         return torch.lerp(x, x.flip(0), (step.key % 1000 / 1000).to(x)), y
@@ -160,9 +153,9 @@ class Calibrated(Rule):
 
     def bind(self, plan):
         scores = list(plan.params.values())[-1]
-        return Bound(self, own=Own(memory={"lower": torch.zeros_like(scores)}), reads=Reads(targets=True))
+        return Declared(self, memory={"lower": torch.zeros_like(scores)}, targets=True)
 
-    def look(self, client):
+    def start(self, client):
         lower = client.memory["lower"]
         return {
             "lower": self.tau * torch.bincount(client.targets, minlength=len(lower)).clamp(min=1).to(lower) ** -0.25

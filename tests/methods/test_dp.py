@@ -10,10 +10,10 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from fedshift.core.declarations import Bound, Send
+from fedshift.core.declarations import Send
 from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.experiment import Experiment
@@ -204,7 +204,7 @@ def test_what_would_not_be_private_is_refused(make, message):
 
 class Foreign(Rule):
     def bind(self, plan):
-        return Bound(self, sends={"steps": Send(shape=(), dtype=torch.int64, reveals="update")})
+        return Declared(self, sends={"steps": Send(shape=(), dtype=torch.int64, reveals="update")})
 
     def end(self, client):
         return {}, {"steps": torch.tensor(client.steps)}

@@ -7,7 +7,6 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.contexts import StepContext
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
@@ -57,18 +56,19 @@ def test_rounds_equal_a_plain_loop():
     for number in range(3):
         running.advance()
         after = []
-        for client in SIZES:
+        for client, own in zip(SIZES, bank, strict=True):
             model = loaded_with(server)
             for x, y in batches(client, number):
                 key = derive_key(running.engine.step_keys(client, [steps[client]])[0], "clientstatistics")
-                chosen = [int(bits) % len(bank) for bits in draw_bits(key, 0, len(y))]
-                loss = F.cross_entropy(model(normalize(x, [bank[k] for k in chosen])), y)
+                drawing = bank if number else [own]  # nothing is known of others before the first upload
+                chosen = [int(bits) % len(drawing) for bits in draw_bits(key, 0, len(y))]
+                loss = F.cross_entropy(model(normalize(x, [drawing[k] for k in chosen])), y)
                 for parameter, grad in zip(
                     model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
                 ):
                     parameter.data -= LR * grad
                 steps[client] += 1
-                drawn += chosen
+                drawn += chosen if number else []
             after.append(copied(model))
         server = mean(after, SHARES.values())
     assert set(drawn) == {0, 1}
@@ -89,15 +89,12 @@ def test_a_client_measures_once_and_a_bank_of_one_is_its_own_normalization():
     running.advance()
     assert all(torch.equal(running.clients["a"].memory[0][kind], tensor) for kind, tensor in before.items())
     alone = trial(fedrdn())
-    alone.introduce()
+    alone.advance()
     (bank,) = alone.server.memory
     x, y = data().client("a").train.x, data().client("a").train.y
     own = {f"0.0.{kind}": values[0] for kind, values in bank.items()}
     kept = {kind: values[:1] for kind, values in bank.items()}
-    step = StepContext(
-        bound=alone.plan.rules[0], loaded={}, memory={}, own=None, server=kept, lr=0.1, params={}, buffers=own,
-        steps=torch.tensor(0), _round=0, _key=torch.tensor(7),
-    )  # fmt: skip
+    step = SimpleNamespace(server=kept, buffers=own, key=torch.tensor(7))
     assert (alone.plan.rules[0].rule.batch(x, y, step)[0] - x).abs().max() <= 1e-14
 
 
@@ -108,7 +105,7 @@ def test_a_channel_that_never_varies_is_divided_by_one():
         for hook in hooks.values():
             hook(None, (x,))
 
-    found = bound.rule.look(SimpleNamespace(prelude=True, memory=bound.own.memory, run=run))
+    found = bound.rule.start(SimpleNamespace(memory=bound.memory, run=run))
     assert (float(found["mean"]), float(found["deviation"])) == (1.0, 1.0)
 
 

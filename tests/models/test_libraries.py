@@ -123,7 +123,6 @@ def test_a_network_of_huggingface_is_given_tokens_and_mask_by_name(monkeypatch):
     spec = CompareSpec(data={"a": (x, y, x, y)}, model="hf:bert", methods="fedavg")
     experiment = make_experiment(spec)
     trial = experiment.make_trial("fedavg", 0)
-    trial.introduce()
     trial.advance()
     network = trial.make_network()
     assert network.state_dict().keys() == trial.server.shared.keys() == Tokens(2).state_dict().keys()

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ..config.expressions import list_catalog
 from ..core.buffers import describe_buffers
+from ..core.network import forward
 from ..core.optimizer import SGD
-from ..core.plan import forward
 from ..core.preparation import prepare
 from ..core.probe import make_batch
 from ..data.federation import Federation, count_labels
@@ -112,10 +112,8 @@ def describe_method(
     local = [row for row in facts.entries if not row["load"]]
     layers = len({row["name"].rpartition(".")[0] for row in local})
     parameters = sum(plan.initial[name].numel() for name in plan.trained)
-    for once in (False, True):
-        if leaving := [each for each in facts.leaves if each.once == once]:
-            groups = group_disclosures(leaving)
-            yield Text("\n".join((f"Leaves a client {groups[0].when}:", *map(str, groups))))
+    if facts.leaves:
+        yield Text("\n".join(("Leaves a client each round:", *map(str, group_disclosures(facts.leaves)))))
     beside = [each for each in facts.leaves if each.source != MODEL]
     if beside:
         yield Text("In addition to entries: " + ", ".join(f"{each.name} ({each.bytes:,} bytes)" for each in beside))

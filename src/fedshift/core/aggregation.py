@@ -15,7 +15,6 @@ from typing_extensions import override
 from ..utils.errors import UsageError
 from ..utils.state import State
 from .means import weighted_mean
-from .requirements import Requirements
 from .states import ServerState, Update
 
 if TYPE_CHECKING:
@@ -48,11 +47,11 @@ class Received:
 
     @property
     def entries(self) -> State:
-        """The entries of the model that the client sent; a rule needs ``Reads(entries=True)``."""
+        """The entries of the model that the client sent; a rule needs ``entries=True``."""
         if self.withheld:
             raise UsageError(
                 "a rule's fold() reads the entries of single clients, without declaring it: return "
-                "Bound(self, reads=Reads(entries=True)) from its bind()"
+                "Declared(self, entries=True) from its bind()"
             )
         return self.update.shared
 
@@ -88,7 +87,8 @@ class Aggregation(ABC):
     :meth:`fedshift.core.method.Method.with_aggregation` converts a plain function.
 
     Attributes:
-        requires: Requirements on the rest of the method, checked before training starts.
+        needs_shared, needs_several_steps, needs_plain_steps, allows_momentum, needs_entries_only: As of
+            :class:`~fedshift.core.rule.Rule`.
         sums: Whether the result is the weighted mean of the uploads, so that the server stores their sum instead of
             them.
         weighs: Whether the result depends on the clients' weights by the method's weighting.
@@ -98,7 +98,11 @@ class Aggregation(ABC):
 
     """
 
-    requires: Requirements = Requirements()
+    needs_shared: ClassVar[str] = ""
+    needs_several_steps: ClassVar[str] = ""
+    needs_plain_steps: ClassVar[str] = ""
+    allows_momentum: ClassVar[bool] = False
+    needs_entries_only: ClassVar[str] = ""
     sums: ClassVar[bool] = False
     weighs: ClassVar[bool] = True
     keeps: ClassVar[bool] = False
@@ -160,4 +164,4 @@ def average(received: Sequence[Received]) -> State:
 class RobustAggregation(Aggregation):
     """An aggregation that tolerates clients whose uploads are arbitrary, if at least ``min_clients`` take part."""
 
-    requires = Requirements(entries_only="robust aggregation protects, and one faulty client could corrupt the rest")
+    needs_entries_only = "robust aggregation protects, and one faulty client could corrupt the rest"

@@ -1,54 +1,19 @@
 """Declarations: the state, phases, reads and uploads of a rule, as data that other parts read and check.
 
 Consent at a site, ``fedshift inspect``, policies, the ledger, reports and differential privacy all read the same
-:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.disclosure.check_upload`).
+:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.checks.check_upload`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from ..utils.errors import UsageError
 from ..utils.state import State
-
-if TYPE_CHECKING:
-    from .rule import Rule
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Own:
-    """The initial state of a rule. Names are unique across all fields except ``server``.
-
-    Args:
-        model: Weights and buffers of another network, under some or all of the model's names. They are trained and
-            decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
-        params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
-        bounds: Minimum and maximum of ``params``, which are clamped after each step.
-        buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
-        memory: State that each client keeps from round to round and never sends.
-        server: State that the server keeps and broadcasts.
-        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
-            are fixed.
-
-    """
-
-    model: State = field(default_factory=dict)
-    params: State = field(default_factory=dict)
-    bounds: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    buffers: State = field(default_factory=dict)
-    memory: State = field(default_factory=dict)
-    server: State = field(default_factory=dict)
-    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-
-    @property
-    def kept(self) -> State:
-        """All entries that a client keeps for the rule."""
-        return {**self.model, **self.params, **self.buffers, **self.memory}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +32,7 @@ class Phase:
             ``min(max(1, round(share * n)), n - 1)``, and a single step trains all parameters.
         epochs: Number of epochs of a separate pass, whose batches are drawn independently of the model's.
         lr_scale: Learning rate relative to the model's.
-        decay: Whether weight decay applies to :attr:`Own.params`.
+        decay: Whether weight decay applies to :attr:`Declared.params`.
 
     """
 
@@ -106,30 +71,6 @@ RulePhase = tuple[int, Phase]
 """The position of a rule, and one of its phases."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Reads:
-    """Declaration of costly or sensitive reads; a context refuses undeclared reads by name.
-
-    Args:
-        targets: Whether the rule reads :attr:`LookContext.targets`, the targets of all training samples of a client.
-        first: Number of distinct samples, the first of the round, on which :meth:`Rule.look` runs the model. A client
-            that uses fewer in the round provides those.
-        features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
-            parameters, so that features are the classifier's input. They come from the pass of the loss.
-        draws: Whether the rule reads :attr:`StepContext.key` for random draws.
-        round: Whether the rule reads :attr:`StepContext.round`, which disables the recording of steps.
-        entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
-
-    """
-
-    targets: bool = False
-    first: int = 0
-    features: str = ""
-    draws: bool = False
-    round: bool = False
-    entries: bool = False
-
-
 Reveals = Literal["update", "client", "class", "image"]
 """Information in an upload, from least to most: only the client's update, or its data at this granularity."""
 GRAINS: tuple[Reveals, ...] = get_args(Reveals)
@@ -137,7 +78,7 @@ GRAINS: tuple[Reveals, ...] = get_args(Reveals)
 
 @dataclass(frozen=True, kw_only=True)
 class Send:
-    """One tensor that every client uploads for a rule, in each round or once before round 1.
+    """One tensor that every client uploads for a rule in each round.
 
     Args:
         shape: The shape, equal for all clients and rounds; content of variable length is padded.
@@ -174,47 +115,3 @@ class Send:
             name: cls(shape=tuple(tensor.shape), dtype=tensor.dtype, reveals=reveals, passed_on=passed_on)
             for name, tensor in state.items()
         }
-
-
-@dataclass(frozen=True, eq=False)
-class Bound:
-    """A rule resolved against a plan, with its declarations; ``plan.rules`` holds one per rule.
-
-    Args:
-        rule: The rule, configured for the plan.
-        own: The rule's initial state.
-        phases: When parameters are trained.
-        reads: Reads that must be declared.
-        sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
-        prelude: Uploads of every client before round 1; empty: the rule takes no part in that exchange. In it, clients
-            take no steps and send no entries of the model: :meth:`Rule.look` runs on the samples of a first epoch, then
-            :meth:`Rule.end`, and :meth:`Rule.fold` on the server. Clients keep no memory of it, and clients that join
-            later do not take part.
-        sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
-        notices: Sentences that users should read before the rule runs.
-
-    """
-
-    rule: Rule
-    own: Own = field(default_factory=Own, kw_only=True)
-    phases: tuple[Phase, ...] = field(default=(), kw_only=True)
-    reads: Reads = field(default_factory=Reads, kw_only=True)
-    sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    prelude: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    sets: frozenset[str] = field(default=frozenset(), kw_only=True)
-    notices: tuple[str, ...] = field(default=(), kw_only=True)
-
-    @property
-    def uploads(self) -> tuple[tuple[str, Send], ...]:
-        """All uploads for the rule, with their names: before round 1, and in each round."""
-        return *self.prelude.items(), *self.sends.items()
-
-    def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
-        """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
-        own = any(phase.trains == "own" for phase in self.phases)
-        return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
-
-    @property
-    def has_separate_passes(self) -> bool:
-        """Return whether the rule's own parameters are trained in separate passes, where its loss runs."""
-        return any(phase.when != "during" for phase in self.phases)

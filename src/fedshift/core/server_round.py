@@ -9,10 +9,10 @@ from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .aggregation import Aggregated, Received
 from .buffers import fit_spectral_norms
-from .contexts import FoldContext
 from .means import StreamingMean, SummedUploads
 from .mixes import Mixes
 from .plan import Plan
+from .rule import Server
 from .shares import bound_shares
 from .states import ServerState, Update
 
@@ -48,7 +48,7 @@ class ClientSizes:
 
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs only the weighted sum of the clients' entries."""
-    return plan.method.aggregate.sums and bool(plan.sent) and not plan.reads.entries
+    return plan.method.aggregate.sums and bool(plan.sent) and not any(bound.entries for bound in plan.rules)
 
 
 class StreamingAggregator:
@@ -94,7 +94,7 @@ class StreamingAggregator:
         Aggregations that protect from single clients, or protect these, keep the server's.
         """
         weight = self._sizes.weigh_alone(name, update)
-        if weight > self._largest and not self._plan.method.aggregate.requires.entries_only:
+        if weight > self._largest and not self._plan.method.aggregate.needs_entries_only:
             self._taken, self._largest = pick(update.shared, self._whole), weight
         return replace(update, shared=pick(update.shared, update.shared.keys() - self._whole))
 
@@ -160,19 +160,13 @@ def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
     return result
 
 
-def fold_rules(
-    plan: Plan, server: ServerState, received: Sequence[Received], *, prelude: bool = False
-) -> tuple[tuple[State, ...], State]:
+def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) -> tuple[tuple[State, ...], State]:
     """Return the rules' memories on the server, and the entries that they compute."""
     memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
     for index in plan.defines("fold"):
-        if prelude and not plan.rules[index].prelude:
-            continue
         uploads = [each.update.memory[index] for each in received]
-        visible = received if plan.rules[index].reads.entries else withheld
-        context = FoldContext(
-            memory=memory[index], uploads=uploads, received=visible, plan=plan, server=server, prelude=prelude
-        )
+        visible = received if plan.rules[index].entries else withheld
+        context = Server(memory=memory[index], uploads=uploads, received=visible, network=plan, server=server)
         folded = plan.rules[index].rule.fold(context)
         memory[index] = folded.memory
         computed |= folded.entries
@@ -190,9 +184,3 @@ def server_round(
     for name, update in updates.items():
         aggregator.add(name, update)
     return aggregator.finalize()
-
-
-def server_prelude(plan: Plan, server: ServerState, updates: Mapping[str, Update], sizes: ClientSizes) -> ServerState:
-    """Return the server's state after the exchange before round 1, given all uploads by client name."""
-    received = receive(plan, sorted(updates.items()), sizes)
-    return replace(server, memory=fold_rules(plan, server, received, prelude=True)[0])

@@ -101,7 +101,6 @@ class LocalTrainingState:
         samples: Number of samples used in this round.
         separate_phase: The current phase before or after the model's steps, which trains only a rule's own parameters
             and does not count toward steps and samples; None: the model's steps.
-        prelude: Whether this is the exchange before round 1, which has no steps.
         counter: Number of steps taken in the round as a tensor, for recorded steps; None: computed.
 
     """
@@ -121,7 +120,6 @@ class LocalTrainingState:
     personal: State = field(default_factory=dict)
     samples: int = 0
     separate_phase: RulePhase | None = None
-    prelude: bool = False
     counter: Tensor | None = None
 
     @property

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from ..core.method import Method
 from ..core.plan import Plan
+from ..engines.auto import count_passes
 from ..engines.engine import Diverged
-from ..experiments.duration import Cost, count_passes, predict_cost
+from ..experiments.duration import Cost, predict_cost
 from ..experiments.experiment import Experiment
 from ..experiments.trial import Trial
 from ..utils.errors import Ref, UsageError
@@ -113,7 +114,7 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
     and both are extrapolated from a single step. Raises :class:`UsageError` if the method does not suit the data or the
     model, or cannot be continued for more rounds.
     """
-    if method.freeze and isinstance(method.freeze.after, float):
+    if isinstance(method.freeze, float):
         raise UsageError(
             f"{method.label} freezes after a share of all rounds, and a search extends the number of rounds: give a "
             "number of rounds, such as fixbn(switch=10)"

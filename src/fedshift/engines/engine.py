@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from ..core.declarations import Phase
-from ..core.kernel import broadcast, client_init, client_prelude
+from ..core.kernel import broadcast, client_init
 from ..core.means import SummedUploads
 from ..core.plan import Plan
 from ..core.states import ClientState, Seen, ServerState, Update
@@ -26,9 +24,8 @@ from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..utils.errors import FedshiftError, UsageError
-from ..utils.random_streams import key_bits, stream, torch_stream
+from ..utils.random_streams import key_bits, stream
 from ..utils.state import State, move_together, pick
-from ..utils.threads import limit_threads
 from .half_precision import Step, advise
 
 if TYPE_CHECKING:  # workers start faster without pandas
@@ -87,8 +84,6 @@ class Engine(ABC):
     workers: int | None = None
     augment: Augmentation | None = None
     separate_uploads: bool = True
-    reads_ahead: ClassVar[bool] = True
-    """Whether the engine reads the next batch of lazy samples during the current step."""
 
     def __post_init__(self) -> None:
         if why := self.refusal(self.plan, self.data, self.augment):
@@ -105,23 +100,6 @@ class Engine(ABC):
     def max_share(self) -> float:
         """Maximum weight of a client among three or more; 1 if reported sizes are trusted."""
         return 1.0
-
-    def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
-        """Yield each of the clients ``names`` with its upload in the exchange before round 1.
-
-        Clients run in this process on one thread, so that all engines produce the same bits. A remote engine may omit
-        clients that fail.
-        """
-        for name in names:
-            yield name, self.introduce_client(name)
-
-    def introduce_client(self, name: str) -> Update:
-        """Return a client's upload in the exchange before round 1."""
-        samples = len(self.data[name])
-        bounds = self.plan.work.batch_bounds(samples, self.plan.smallest_batch)
-        epoch = list(iterate_batches(self.seed, name, samples, bounds, range(len(bounds))))
-        with limit_threads(1), torch_stream(self.seed, "prelude", name):
-            return client_prelude(self.plan, samples, self.see(name, epoch))
 
     @abstractmethod
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
@@ -180,45 +158,20 @@ class Engine(ABC):
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
-    def draw_batches(self, name: str, client: ClientState) -> Batches:
-        """Return the client's batches in this round."""
+    def draw_batches(self, name: str, client: ClientState, phase: Phase | None = None) -> Batches:
+        """Return the client's batches in this round, or in a separate ``phase``, whose steps are numbered apart."""
         bounds, steps = self.steps_of_round(name, client)
+        if phase:
+            count = phase.epochs * len(bounds)
+            done = self.plan.work.rounds(client.steps, len(bounds)) * count
+            steps = range(done, done + count)
         return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, steps))
-
-    def draw_separate(self, name: str, client: ClientState, phase: Phase) -> Batches:
-        """Return the batches of a separate phase, numbered independently of the model's batches."""
-        bounds, _ = self.steps_of_round(name, client)
-        count = phase.epochs * len(bounds)
-        done = self.plan.work.rounds(client.steps, len(bounds)) * count
-        return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, range(done, done + count)))
-
-    def read_ahead(self, name: str, batches: Batches) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield the step and indices of each batch, and its stored samples if another thread can read lazy samples.
-
-        A thread reads the next batch while the current one is used. Samples depend only on the batch, so that results
-        are the same as without the thread.
-        """
-        data = self.data[name]
-        if not (self.reads_ahead and data.threaded and len(batches) > 1):
-            yield from ((step, index, None) for step, index in batches)
-            return
-
-        def read(step: int, index: Tensor) -> Tensor:
-            return data.read(index.to(data.y.device), (self.seed, name, step))
-
-        with ThreadPoolExecutor(1) as thread:
-            pending = thread.submit(read, *batches[0])
-            for (step, index), after in zip_longest(batches, batches[1:]):
-                x = pending.result()
-                if after is not None:
-                    pending = thread.submit(read, *after)
-                yield step, index, x
 
     def load_batch(self, name: str, step: int, index: Tensor, stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
         Patches, augmentation and random transforms of lazy samples depend only on ``(seed, name, step)``; masks are cut
-        and transformed with their images. ``stored``: the samples, if :meth:`read_ahead` has read them.
+        and transformed with their images. ``stored``: the samples, if they have been read.
         """
         data, augment, key = self.data[name], self.augment, (self.seed, "augment", name, step)
         index = index.to(data.y.device)
@@ -230,17 +183,17 @@ class Engine(ABC):
         return x, augment_masks(augment, y, stream(*key)) if y.dim() > 2 else y
 
     def see(self, name: str, batches: Batches) -> Seen | None:
-        """Return the samples for :meth:`Rule.look` before the client's local work; None if no rule defines it.
+        """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.
 
         The first distinct samples of the round, augmented like the samples of its first step.
         """
-        if not self.plan.defines("look"):
+        if not self.plan.defines("start"):
             return None
-        data, count, step = self.data[name], self.plan.reads.first, batches[0][0]
+        data, count, step = self.data[name], self.plan.samples_before_work, batches[0][0]
         order = torch.cat([index for _, index in batches])
         _, first = np.unique(order.cpu().numpy(), return_index=True)
         x, y = self.load_batch(name, step, order[torch.from_numpy(np.sort(first))[: max(1, count)]])
-        targets = data.targets() if self.plan.reads.targets else y[:0]
+        targets = data.targets() if any(bound.targets for bound in self.plan.rules) else y[:0]
         return Seen(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
 
     def draw_keys(self, steps: Mapping[str, Sequence[int]], device: torch.device) -> Tensor:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import Plan, forward
+from ..core.network import forward
+from ..core.plan import Plan
 from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation
@@ -148,7 +149,7 @@ def find_backbone(plan: Plan, splits: Iterable[Samples], augment: Augmentation |
     splits = [split for split in splits if len(split)]
     changing = frozenset(plan.initial) - plan.entries_fixed_in(0)
     inputs_change = augment is not None or any(split.draws or not split.repeats for split in splits)
-    rules_read = plan.feature_layers or any(map(plan.defines, ("batch", "look", "loss")))
+    rules_read = plan.feature_layers or any(map(plan.defines, ("batch", "start", "loss")))
     acts = plan.overrides_mode or plan.autocast or changing == frozenset(plan.initial)
     if not splits or inputs_change or rules_read or acts:
         return None

@@ -12,6 +12,7 @@ from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.preparation import prepare
+from ..core.rule import Rule
 from ..core.selection import (
     Entry,
     batch_norm,
@@ -33,7 +34,7 @@ from ..utils.state import nbytes, pick
 
 def downlink_bytes(plan: Plan, server: ServerState) -> int:
     """Return the bytes that one client receives in a round: entries, and the rules' server memory."""
-    return nbytes(pick(server.shared, plan.received)) + sum(map(nbytes, server.memory))
+    return nbytes(pick(server.shared, plan.downloaded)) + sum(map(nbytes, server.memory))
 
 
 def uplink_bytes(update: Update) -> int:
@@ -64,7 +65,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
         text=plan.method.text,
         entries=tuple(rows),
         down=0 if pooled else downlink_bytes(plan, init_server(plan)),
-        up=sum(each.bytes for each in leaves if not each.once),
+        up=sum(each.bytes for each in leaves),
         leaves=leaves,
         kept=describe_kept(plan),
         has_global=plan.has_global,
@@ -73,7 +74,7 @@ def summarize_method(plan: Plan) -> MethodSummary:
 
 
 def list_disclosures(plan: Plan) -> tuple[Disclosure, ...]:
-    """Return all tensors that leave each client: entries of the model, then what rules send, at last before round 1."""
+    """Return all tensors that leave each client: entries of the model, then what rules send."""
     return () if plan.method.pooled else (*_list_entries(plan), *_list_sends(plan))
 
 
@@ -85,7 +86,7 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
             alone = (passed_on or entry.kind == "state") and entry.name not in made
             loaded = "each" if alone else "all"
             send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, made))[entry.name]
-            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.received else "server")
+            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.downloaded else "server")
 
 
 def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
@@ -97,16 +98,15 @@ def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
 def _list_sends(plan: Plan) -> Iterator[Disclosure]:
     for index, (bound, prefix) in enumerate(zip(plan.rules, plan.rule_names, strict=True)):
         used = index in plan.defines("fold")  # the server computes its broadcast from uploads
-        for sends, once in ((bound.sends, False), (bound.prelude, True)):
-            for name, send in sends.items():
-                receivers = "each" if send.passed_on else "all" if used else "server"
-                yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers, once=once)
+        for name, send in bound.sends.items():
+            receivers = "each" if send.passed_on else "all" if used else "server"
+            yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers)
 
 
-def _describe(name: str, source: str, send: Send, receivers: str, *, once: bool = False) -> Disclosure:
+def _describe(name: str, source: str, send: Send, receivers: str) -> Disclosure:
     return Disclosure(
         name=name, source=source, shape=send.shape, dtype=str(send.dtype).removeprefix("torch."), bytes=send.nbytes,
-        reveals=send.reveals, receivers=receivers, once=once,
+        reveals=send.reveals, receivers=receivers,
     )  # fmt: skip
 
 
@@ -139,7 +139,8 @@ class Capabilities:
 
 def find_capabilities(method: Method) -> Capabilities:
     """Derive the properties of ``method``, which may be a custom one."""
-    refuses = method.gradient is not None and not method.surgery
+    by_sample = any(type(rule).combine_samples is not Rule.combine_samples for rule in method.rules)
+    refuses = by_sample and not method.surgery
     model, optimizer = (fnn2 if refuses else small_cnn)((1, 8, 8), 10), SGD(lr=0.1)
     plan = prepare(method, model, optimizer=optimizer)
     summary, fedavg = (

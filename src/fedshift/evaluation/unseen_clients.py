@@ -133,7 +133,7 @@ def finetune(
         plan = replace(plan, method=replace(plan.method, trains=everything), trained=free & plan.initial.keys())
     plan = bind_rules(replace(plan, initial=start))
     known = zip(plan.rules, server.memory, strict=False)  # which may be a plan without rules
-    memory = tuple({**bound.own.server, **state} for bound, state in known)
+    memory = tuple({**bound.server, **state} for bound, state in known)
     round = max(0, server.round - 1)
     server = replace(server, round=round, shared=pick(start, plan.sent), memory=memory, mixes=None)
     client = init_client(plan)

@@ -20,12 +20,12 @@ from torch import nn
 
 from ..analysis.privacy import SampleUses
 from ..core.architecture import architecture
-from ..core.compatibility import check_client_count
+from ..core.checks import check_client_count
 from ..core.kernel import broadcast, global_state, init_client, init_server, trained_state
 from ..core.method import Method
 from ..core.mixes import Mixes
 from ..core.preparation import change_layers
-from ..core.server_round import ClientSizes, StreamingAggregator, server_prelude
+from ..core.server_round import ClientSizes, StreamingAggregator
 from ..core.states import ClientState, ServerState
 from ..core.work import square_uses
 from ..data.augmentation import check_augmentable
@@ -167,8 +167,6 @@ class Trial:
         self._known: PolicyContext | None = None
         self.statistics = RUNNING
         self._renewed: tuple[ServerState, Models | None] | None = None
-        self._prelude: dict[str, int] = {}
-        self._prelude_seconds = 0.0
 
     @property
     def engine_choice(self) -> EngineChoice:
@@ -319,27 +317,11 @@ class Trial:
             "precision": self.settings.precision,
         }
 
-    def introduce(self) -> bool:
-        """Hold the exchange before round 1, where rules have one and it is still to come; return whether it was held.
-
-        All available clients take part, regardless of a round's participation.
-        """
-        if not self.plan.prelude or self._prelude or self.server.round:
-            return False
-        began = time.perf_counter()
-        updates = dict(self.engine.introduce(self.engine.find_available(self.clients.names)))
-        self.server = server_prelude(self.plan, self.server, updates, self._client_sizes)
-        up = 0 if self.plan.method.pooled else sum(map(uplink_bytes, updates.values()))
-        self._prelude, self._prelude_seconds = {"clients": len(updates), "up": up}, time.perf_counter() - began
-        return True
-
     def advance(self, progress: Callable[[str, float], None] | None = None) -> RoundResult:
         """Run the next round, and evaluate if due; call ``progress(client, loss)`` as each client finishes.
 
-        What :meth:`introduce` uploads counts in round 1. Raises ``Diverged`` if a loss becomes NaN; the trial is then
-        in its state before the round.
+        Raises ``Diverged`` if a loss becomes NaN; the trial is then in its state before the round.
         """
-        self.introduce()
         began = time.perf_counter()
         self.clients.spill(self.server.round)
         number = self.server.round + 1
@@ -351,7 +333,7 @@ class Trial:
         measures, measuring = "trained" in self.settings.moments and self.settings.is_evaluated(number), 0.0
         common: Row = {"method": self.plan.method.label, "seed": self.seed, "round": number}
         down = 0 if self.plan.method.pooled else len(names) * downlink_bytes(self.plan, self.server)
-        up = self._prelude.get("up", 0) if number == 1 else 0
+        up = 0
         for name, trained in self._train(names):
             with timed_section("aggregation"):
                 folding.add(name, trained.update, trained.summed)
@@ -382,7 +364,7 @@ class Trial:
         self.clients.put(after)
         if is_recording():
             add_seconds({OPERATIONS: sum(row["samples"] for row in rows) * self._operations})
-        seconds = time.perf_counter() - began - measuring + (self._prelude_seconds if number == 1 else 0)
+        seconds = time.perf_counter() - began - measuring
         rows.sort(key=lambda row: self._place[row["client"]])
         measured = sorted(after_work, key=lambda row: self._place[row["client"]])
         if self.settings.is_evaluated(number):
@@ -545,7 +527,7 @@ class Trial:
 
     def to_tensors(self) -> tuple[State, dict[str, Any]]:
         """Return all state as flat tensors and JSON facts, without clients that never took part."""
-        facts = {"round": self.server.round, "identity": self.identity, "prelude": self._prelude}
+        facts = {"round": self.server.round, "identity": self.identity}
         return self._server_tensors() | self.clients.tensors(), facts
 
     def save(self, folder: Path, *names: str) -> None:
@@ -564,7 +546,7 @@ class Trial:
     def _facts(self) -> dict[str, Any]:
         engine = (self.choice.engine, self.choice.threads) if self.choice and self.server.round else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
-        facts |= {"products": list_products(self.plan.module), "prelude": self._prelude}
+        facts["products"] = list_products(self.plan.module)
         return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
@@ -594,7 +576,6 @@ class Trial:
         if self.settings.engine == "auto" and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason=BEGUN)
-        self._prelude = dict(facts.get("prelude", {}))
         self._restore_products(facts.get("products", {}))
         if self._engine:
             self._engine.restore(facts)

@@ -41,14 +41,13 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
-    if mechanism := find_mechanism((trial.plan.method.gradient,)):
+    if mechanism := find_mechanism(trial.plan.method.rules):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
     elsewhere = any(rule.personalizes == "start" and not rule.buffers_alone for rule in plan.method.rules)
     if not elsewhere and plan.work.is_one_step(map(len, trial.train.values()), plan.smallest_batch):
-        for needs in (*(rule.requires for rule in plan.method.rules), plan.method.aggregate.requires):
-            if needs.several_steps:
-                yield f"{plan.method.label}: {needs.several_steps}; a round is one step here"
+        needs = [*(rule.needs_several_steps for rule in plan.method.rules), plan.method.aggregate.needs_several_steps]
+        yield from (f"{plan.method.label}: {why}; a round is one step here" for why in filter(None, needs))
     if plan.autocast is torch.float16 and experiment.make_engine is None:
         yield from _list_underflows(trial)
     merged = trial.find_merged_batches()
@@ -130,7 +129,7 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
         drawn = trial.participants
         share = 1.0 if isinstance(settings.participation, str) else drawn / len(trial.clients)  # turns are known
         yield f"{method.label}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
-    if mechanism := find_mechanism((method.gradient,)):
+    if mechanism := find_mechanism(method.rules):
         yield f"{method.label}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
 
 

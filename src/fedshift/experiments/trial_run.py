@@ -214,12 +214,10 @@ class TrialRun:
         return saved
 
     def _advance(self) -> RoundResult:
-        """Train the next round; the exchange before round 1 is saved by itself, so that it is not held twice.
+        """Train the next round.
 
         If an error ends the round, those before it are saved. One that is evaluated may end after training.
         """
-        if self.trial.introduce():
-            self.trial.save(self.folder, CHECKPOINT)
         if self.trial.settings.is_evaluated(self.trial.server.round + 1):
             self._save()
         try:

@@ -21,7 +21,6 @@ from ..core.aggregation import Aggregated, Aggregation, Received
 from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
@@ -40,7 +39,7 @@ class PrivateMean(Aggregation):
     noise_multiplier: float
     delta: float
     secret: bool
-    requires = Requirements(entries_only="dp clips, which noise does not hide")
+    needs_entries_only = "dp clips, which noise does not hide"
     passes_on = False
 
     def __post_init__(self) -> None:

@@ -23,8 +23,7 @@ from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.requirements import Requirements
+from ..core.network import Network
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, group_entries
@@ -41,16 +40,16 @@ class CriticalMix(Aggregation):
     beta: int
     names: tuple[str, ...] = field(default=(), repr=False)
     """The parameters that are mixed."""
-    requires = Requirements(shared_entries="FedCAC compares changes of shared weights")
+    needs_shared = "FedCAC compares changes of shared weights"
     keeps = True
     mixes = True
 
     @override
-    def bind(self, plan: Plan) -> Self:
-        return replace(self, names=tuple(sorted(plan.trained & plan.loaded & plan.sent)))
+    def bind(self, network: Network) -> Self:
+        return replace(self, names=tuple(sorted(network.trained & network.loaded & network.sent)))
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         kept, present = dict(server.kept), [each.client for each in received]
         for each in received:
             loaded = server.shared | (server.mixes.mix(each.client) if server.mixes else {})

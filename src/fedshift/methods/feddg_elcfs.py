@@ -14,25 +14,26 @@ amplitudes are exchanged, and each step samples one new image. The code replaces
 brightness, keeps its sign, so that the result does not depend on the zero point of normalized inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Bound, Own, Reads, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.requirements import Requirements
-from ..core.rule import Rule
-from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
+from ..core.network import Network
+from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..nn.amplitude_norm import (
+    AmplitudeNorm,
+    amplitudes,
+    find_first_convolution,
+    low_frequencies,
+    move_amplitudes,
+    sum_waves,
+)
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError, require
 from ..utils.state import State
@@ -98,35 +99,30 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    requires = Requirements(
-        shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model",
-        one_input="FedDG-ELCFS mixes amplitudes of images",
-    )
+    needs_shared = "FedDG-ELCFS trains on images in the styles of clients that share a model"
+    needs_one_input = "FedDG-ELCFS mixes amplitudes of images"
 
-    @override
-    def bind(self, plan: Plan) -> Bound:
-        if any(isinstance(entry.owner, AmplitudeNorm) for entry in plan.entries):
+    def bind(self, network: Network) -> Declared:
+        if any(isinstance(entry.owner, AmplitudeNorm) for entry in network.entries):
             raise UsageError(
                 "feddg_elcfs trains on amplitudes of other clients' images, but harmofl gives all images the same: use "
                 "one of the two"
             )
-        first = next((entry.owner for entry in plan.entries if isinstance(entry.owner, _ConvNd)), None)
-        if not isinstance(first, nn.Conv2d):
-            raise UsageError(
-                "feddg_elcfs mixes amplitudes at the model's first convolution, which must be a Conv2d, but it has "
-                "none: use another method"
-            )
+        channels = find_first_convolution(network.module, "feddg_elcfs mixes amplitudes").in_channels
         size = 2 * self.frequencies + 1
-        empty = {"amplitudes": next(iter(plan.params.values())).new_zeros(self.observes, first.in_channels, size, size)}
-        return Bound(
+        empty = {"amplitudes": next(iter(network.params.values())).new_zeros(self.observes, channels, size, size)}
+        return Declared(
             self,
-            own=Own(memory=empty, server={"amplitudes": empty["amplitudes"][:0]}, growing={"amplitudes": (0,)}),
-            reads=Reads(first=self.observes, features=self.features, draws=True),
+            memory=empty,
+            server={"amplitudes": empty["amplitudes"][:0]},
+            growing={"amplitudes": (0,)},
+            samples_before_work=self.observes,
+            features=self.features,
+            draws=True,
             sends=Send.like(empty, "image", passed_on=True),
         )
 
-    @override
-    def look(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         measured: State = {}
 
         def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
@@ -137,8 +133,7 @@ class SentAmplitudes(Rule):
         client.run({"": measure})
         return client.memory | measured
 
-    @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         others = step.server["amplitudes"]
         if not len(others):
             return loss
@@ -151,7 +146,7 @@ class SentAmplitudes(Rule):
         features = [_resize(each.features, step.y) for each in (step, styled)]
         return loss + self.boundary * _contrast(features, step.y, step.outputs.shape[1], self.tau)
 
-    def _mix(self, x_BCHW: Tensor, others: Tensor, step: LossContext) -> Tensor:
+    def _mix(self, x_BCHW: Tensor, others: Tensor, step: Step) -> Tensor:
         """Return the images, each with amplitudes moved toward one of ``others [M, C, ...]`` from another client."""
         is_own_M = (others[:, None] == step.memory["amplitudes"]).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
@@ -162,13 +157,11 @@ class SentAmplitudes(Rule):
         moved = share_B[:, None, None, None] * (target - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
 
-    @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         sent = client.memory.get("sent", client.memory["amplitudes"])
         return {"amplitudes": sent}, {"amplitudes": sent}
 
-    @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         sent = stack_entry(server.uploads, "amplitudes").flatten(0, 1)
         return Folded({"amplitudes": cast_to(sent, server.memory["amplitudes"].dtype)})
 
@@ -207,4 +200,4 @@ def feddg_elcfs(
     require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")
     require(samples >= 1, f"samples={samples}: give 1 or more")
     read = features if boundary else ""
-    return base.with_rule(SentAmplitudes(float(beta), float(boundary), float(tau), frequencies, samples, read))
+    return base.with_rule(SentAmplitudes(beta, boundary, tau, frequencies, samples, read))

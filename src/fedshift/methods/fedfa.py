@@ -22,14 +22,11 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
-from ..core.contexts import FoldContext, Folded
-from ..core.declarations import Bound, Reads
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Declared, Folded, Rule, Server
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
@@ -130,15 +127,13 @@ class SharedVariances(Rule):
 
     layers: tuple[str, ...] = field(default=(), repr=False)
 
-    @override
-    def bind(self, plan: Plan) -> Bound:
-        owned = [entry.name for entry in plan.entries if isinstance(entry.owner, FeatureAugmentation)]
+    def bind(self, network: Network) -> Declared:
+        owned = [entry.name for entry in network.entries if isinstance(entry.owner, FeatureAugmentation)]
         layers = tuple(name.removesuffix("var_mean") for name in owned if name.endswith("var_mean"))
         sets = frozenset(f"{layer}var_{kind}" for layer in layers for kind in KINDS)
-        return Bound(replace(self, layers=layers), reads=Reads(entries=True), sets=sets)
+        return Declared(replace(self, layers=layers), entries=True, sets=sets)
 
-    @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         sent, made = [each.entries for each in server.received], State()
         for layer in self.layers:
             for kind in KINDS:
@@ -161,4 +156,4 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
     """
     require(0 <= p <= 1, f"p={p:g}: give a probability in [0, 1]")
     require(0 < momentum <= 1, f"momentum={momentum:g}: give a number in (0, 1], 1 for only the last batch's")
-    return base.with_surgery(AugmentFeatures(float(p), float(momentum), layers)).with_rule(SharedVariances())
+    return base.with_surgery(AugmentFeatures(p, momentum, layers)).with_rule(SharedVariances())

@@ -19,7 +19,6 @@ from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
-from ..core.requirements import Requirements
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from .fedprox import Proximal
@@ -29,11 +28,9 @@ from .fedprox import Proximal
 class NormalizedAveraging(Aggregation):
     """The aggregation of FedNova, for steps of SGD, with or without FedProx's proximal term."""
 
-    requires = Requirements(
-        plain_steps="FedNova's normalization by the number of steps",
-        momentum=True,
-        several_steps="FedNova corrects for different numbers of local steps, but every client takes one",
-    )
+    needs_plain_steps = "FedNova's normalization by the number of steps"
+    allows_momentum = True
+    needs_several_steps = "FedNova corrects for different numbers of local steps, but every client takes one"
     passes_on = False
 
     @override

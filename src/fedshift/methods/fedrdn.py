@@ -1,11 +1,13 @@
 """FedRDN: each training image is normalized by the channels' mean and deviation of a client that is drawn for it.
 
 Yan, Fu, Li, Xie, Ma, Yang and Zhu 2025 (CVPR), arXiv:2306.09363, by its abstract and the authors' public code
-(IAMJackYan/FedRDN). Before round 1 client k sends m_k and s_k, the means over its images of each image's mean and
-(unbiased) deviation by channel, and receives all clients' values. In training an image x becomes (x - m_j) / s_j, where
-client j is drawn among all for each image and step; in evaluation, client k normalizes by (x - m_k) / s_k.
+(IAMJackYan/FedRDN). Client k sends m_k and s_k, the means over its images of each image's mean and (unbiased)
+deviation by channel, and receives all clients' values. In training an image x becomes (x - m_j) / s_j, where client j
+is drawn among all for each image and step; in evaluation, client k normalizes by (x - m_k) / s_k.
 
-That code draws once per batch, separately for mean and deviation, and reads all of a client's images. Here a layer
+That code draws once per batch, separately for mean and deviation, reads all of a client's images, and exchanges values
+before training. Here they come with every upload: images of the first round are normalized by the client's own values,
+later ones by those of the last round's clients. A layer
 before the first convolution always normalizes by the client's values, which it keeps, and a batch is shifted and scaled
 so that the result is normalized by the drawn client's: in all other uses, the network's inputs are normalized as in
 evaluation.
@@ -18,15 +20,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext, RoundContext, StepContext
-from ..core.declarations import Bound, Own, Reads, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Client, Declared, Folded, Hook, Rule, Server, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits
@@ -77,36 +76,31 @@ class ScaleInputs:
 
 @dataclass(frozen=True)
 class ClientStatistics(Rule):
-    """Statistics of the clients' images, exchanged before round 1; ``layer``: the InputScaling's name."""
+    """Statistics of the clients' images, sent with every upload; ``layer``: the InputScaling's name."""
 
     samples: int
     layer: str = field(default="", repr=False)
     personalizes = "start"
     buffers_alone = True
-    requires = Requirements(
-        shared_entries="FedRDN normalizes by statistics of clients with which a model is shared",
-        one_input="FedRDN normalizes the channels of images",
-    )
+    needs_shared = "FedRDN normalizes by statistics of clients with which a model is shared"
+    needs_one_input = "FedRDN normalizes the channels of images"
 
-    @override
-    def bind(self, plan: Plan) -> Bound:
-        name = next(entry.name for entry in plan.entries if isinstance(entry.owner, InputScaling))
-        zeros_C = torch.zeros_like(plan.initial[name])
+    def bind(self, network: Network) -> Declared:
+        name = next(entry.name for entry in network.entries if isinstance(entry.owner, InputScaling))
+        zeros_C = torch.zeros_like(network.initial[name])
         blank = dict.fromkeys(KINDS, zeros_C)
-        return Bound(
+        return Declared(
             replace(self, layer=name.rpartition(".")[0]),
-            own=Own(
-                memory=blank,  # no deviation is 0 once measured
-                server={"mean": zeros_C[None], "deviation": torch.ones_like(zeros_C)[None]},
-                growing=dict.fromkeys(KINDS, (0,)),
-            ),
-            reads=Reads(first=self.samples, draws=True),
-            prelude=Send.like(blank, "image" if self.samples == 1 else "client", passed_on=True),
+            memory=blank,  # no deviation is 0 once measured
+            server=dict.fromkeys(KINDS, zeros_C[None]),
+            growing=dict.fromkeys(KINDS, (0,)),
+            samples_before_work=self.samples,
+            draws=True,
+            sends=Send.like(blank, "image" if self.samples == 1 else "client", passed_on=True),
         )
 
-    @override
-    def look(self, client: LookContext) -> State:
-        if not client.prelude and client.memory["deviation"].any():
+    def start(self, client: Client) -> State:
+        if client.memory["deviation"].any():
             return client.memory
         seen: dict[str, Tensor] = {}
 
@@ -127,29 +121,22 @@ class ClientStatistics(Rule):
             "deviation": torch.where(deviation_C > 0, deviation_C, 1.0),  # a channel that never varies stays
         }
 
-    @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         measured = client.memory["deviation"] > 0
         own = client.memory | {"deviation": torch.where(measured, client.memory["deviation"], 1.0)}
         return state | {f"{self.layer}.{kind}": own[kind] for kind in KINDS}
 
-    @override
-    def batch(self, x: Tensor, y: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def batch(self, x: Tensor, y: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         drawn_B = draw_bits(step.key, 0, len(x)) % len(step.server["mean"])
         mean, deviation = (_along(step.server[kind].index_select(0, drawn_B), x) for kind in KINDS)
         own_mean, own_deviation = (_along(step.buffers[f"{self.layer}.{kind}"], x) for kind in KINDS)
-        return own_mean + own_deviation * (x - mean) / deviation, y
+        drawn = own_mean + own_deviation * (x - mean) / torch.where(deviation > 0, deviation, 1.0)
+        return torch.where(deviation > 0, drawn, x), y
 
-    @override
-    def end(self, client: EndContext) -> tuple[State, State]:
-        if client.prelude:
-            return dict(client.bound.own.memory), client.memory
-        return client.memory, {}
+    def end(self, client: Client) -> tuple[State, State]:
+        return client.memory, client.memory
 
-    @override
-    def fold(self, server: FoldContext) -> Folded:
-        if not server.prelude:
-            return Folded(server.memory)
+    def fold(self, server: Server) -> Folded:
         dtype = server.memory["mean"].dtype
         return Folded({kind: cast_to(stack_entry(server.uploads, kind), dtype) for kind in KINDS})
 

@@ -11,13 +11,11 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.contexts import EndContext, LossContext, RoundContext
-from ..core.declarations import Bound, Own, Phase, Reads
+from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
 from ..utils.errors import require
@@ -34,26 +32,25 @@ class Gates(Rule):
     statistics: tuple[str, ...] = field(default=(), repr=False)
     personalizes = "start"
 
-    @override
-    def bind(self, plan: Plan) -> Bound:
-        kept = plan.personal - plan.whole
-        if kept or not plan.loaded:
-            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
+    def bind(self, network: Network) -> Declared:
+        kept = network.personal - network.whole
+        if kept or not network.loaded:
+            raise network.refuse_kept("partialfed_adaptive chooses which layers to load", kept or network.personal)
         layers: dict[int, list[str]] = {}
-        statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
-        for entry in plan.entries:
+        statistics = tuple(entry.name for entry in network.entries if norm_statistics(entry))
+        for entry in network.entries:
             if entry.name not in statistics:
                 layers.setdefault(id(entry.owner), []).append(entry.name)
-        logits = next(iter(plan.params.values())).new_zeros(len(layers), 2)
-        return Bound(
+        logits = next(iter(network.params.values())).new_zeros(len(layers), 2)
+        return Declared(
             replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics),
-            own=Own(params={"logits": logits}, memory=add_prefix("last", plan.initial)),
+            params={"logits": logits},
+            memory=add_prefix("last", network.initial),
             phases=(Phase(lr_scale=self.lr_scale),),
-            reads=Reads(draws=True),
+            draws=True,
         )
 
-    @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         kept, logits = entries_under("last", client.memory), client.own.params["logits"]
         state = state | pick(kept, self.statistics)
         for number, names in enumerate(self.layers):
@@ -61,8 +58,7 @@ class Gates(Rule):
             state |= {name: torch.where(keep, kept[name], state[name]) for name in names}
         return state
 
-    @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         logits = step.own.params["logits"]
         uniform = draw_uniform(step.key, 0, logits.numel(), logits.dtype)
         noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
@@ -76,8 +72,7 @@ class Gates(Rule):
                     mixed[name] = load[number] * step.loaded[name] + (1 - load[number]) * kept[name]
         return loss + step.loss_at(mixed)
 
-    @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         return add_prefix("last", client.params | client.buffers), {}
 
 

@@ -366,7 +366,7 @@ def _leaving_table(method: MethodSummary) -> TextTable:
     header = ("sent", "of", "bytes", "reveals", "received by")
     rows = [
         (
-            join_some(group.names, shown=NAMED) + (f" ({group.when})" if group.members[0].once else ""),
+            join_some(group.names, shown=NAMED),
             group.source,
             f"{group.bytes:,}",
             group.reveals,

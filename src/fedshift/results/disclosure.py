@@ -1,4 +1,4 @@
-"""Disclosures: what leaves a client in each round, or once before round 1, as records and in words.
+"""Disclosures: what leaves a client in each round, as records and in words.
 
 A site's consent, its policy and ledger, ``fedshift inspect`` and a run's page show these same records, which
 :func:`fedshift.evaluation.communication.list_disclosures` derives from a method's plan.
@@ -38,7 +38,6 @@ class Disclosure:
         bytes: its size, without the at most 1,024 bytes in which a message names shape and type.
         reveals: a key of :data:`REVEALS`.
         receivers: a key of :data:`RECEIVERS`.
-        once: it leaves once, before round 1, and not in each round.
 
     """
 
@@ -49,12 +48,11 @@ class Disclosure:
     bytes: int
     reveals: str
     receivers: str
-    once: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
 class DisclosureGroup:
-    """Disclosures of one source and moment that reveal the same and have the same receivers."""
+    """Disclosures of one source that reveal the same and have the same receivers."""
 
     members: tuple[Disclosure, ...]
 
@@ -83,11 +81,6 @@ class DisclosureGroup:
         """Who receives them, in words."""
         return RECEIVERS[self.members[0].receivers]
 
-    @property
-    def when(self) -> str:
-        """When they leave, in words."""
-        return "once, before round 1" if self.members[0].once else "each round"
-
     def __str__(self) -> str:
         count = len(self.members)
         what = "entry" if count == 1 else "entries"
@@ -99,7 +92,7 @@ class DisclosureGroup:
 
 def group_disclosures(disclosures: Iterable[Disclosure]) -> tuple[DisclosureGroup, ...]:
     """Return the disclosures in groups, each in its order."""
-    groups: dict[tuple[bool, str, str, str], list[Disclosure]] = {}
+    groups: dict[tuple[str, str, str], list[Disclosure]] = {}
     for each in disclosures:
-        groups.setdefault((each.once, each.source, each.reveals, each.receivers), []).append(each)
+        groups.setdefault((each.source, each.reveals, each.receivers), []).append(each)
     return tuple(DisclosureGroup(members=tuple(members)) for members in groups.values())

@@ -29,11 +29,11 @@ PLACE = {
 
 
 class Answer(BaseModel):
-    """Facts of an answer of site ``name`` about ``round``, here one with what rules send before round 1."""
+    """Facts of an answer of site ``name`` about ``round``, of a kind with records."""
 
-    KIND: ClassVar = "introduced"
-    RECORDS: ClassVar[Set[str]] = {"memory"}
-    WORK: ClassVar = "the first upload"
+    KIND: ClassVar[str]
+    RECORDS: ClassVar[Set[str]]
+    WORK: ClassVar[str]
     model_config = STRICT
     name: str
     round: Count

@@ -13,11 +13,10 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ...core.compatibility import check_client_count
-from ...core.disclosure import like_sends
+from ...core.checks import check_client_count, like_sends
 from ...core.kernel import broadcast
 from ...core.plan import Plan
-from ...core.states import ClientState, ServerState, Update
+from ...core.states import ClientState, ServerState
 from ...data.federation import Federation
 from ...engines.engine import ClientResult, Data, Diverged, Engine
 from ...evaluation.communication import list_disclosures
@@ -25,9 +24,9 @@ from ...evaluation.metrics import measured_splits
 from ...experiments.settings import Settings
 from ...results.schema import REESTIMATED, Row
 from ...utils.errors import FedshiftError, UsageError
-from ...utils.state import State, join_states, pick, split_state
-from ..messages import UPLOAD, Exchange, RefusedMessage, check_state, check_update, from_record, refusing, to_record
-from .answers import Answer, EvaluatedAnswer, RowReader, TrainedAnswer
+from ...utils.state import State, join_states, pick
+from ..messages import UPLOAD, Exchange, RefusedMessage, check_update, from_record, refusing, to_record
+from .answers import EvaluatedAnswer, RowReader, TrainedAnswer
 from .nodes import Nodes
 from .rounds import BOUND, UpdateLengths
 
@@ -90,7 +89,7 @@ class RemoteEngine(Engine):
         self._lengths, self._away = UpdateLengths(options.update_bound), frozenset[str]()
         least = min(options.clients, len(settings.draw_participants(seed, 1, tuple(data))))
         check_client_count(plan.method.aggregate, least)
-        self._memory, self._prelude = like_sends(plan), like_sends(plan, prelude=True)
+        self._memory = like_sends(plan)
         self._most_bytes = sum(entry.bytes + HEADER for entry in list_disclosures(plan))
         self._rows = RowReader(federation.task, federation.classes)
 
@@ -111,20 +110,6 @@ class RemoteEngine(Engine):
         return available
 
     @override
-    def introduce(self, names: tuple[str, ...]) -> Iterator[tuple[str, Update]]:
-        def read(name: str, answer: Exchange) -> Update:
-            Answer.of(answer, name, 0)
-            memory = self._read_arrays(answer)["memory"]
-            check_state(memory, self._prelude, "the upload's rule memory")
-            parts = split_state(self.plan.rule_names, memory)
-            return Update(shared={}, memory=parts, weight=float(len(self.data[name])), steps=0)
-
-        question = Exchange(kind="introduce", facts={"trial": self.trial, "round": 0})
-        updates, _ = self._collect(dict.fromkeys(names, question), "before round 1", "left out", read)
-        self._require(updates, names, "before round 1", "There is no trained model yet")
-        yield from updates.items()
-
-    @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
         round, reports = server.round + 1, dict[str, TrainedAnswer]()
         measures = "trained" in self.settings.moments and self.settings.is_evaluated(round)
@@ -134,7 +119,7 @@ class RemoteEngine(Engine):
             reports[name] = TrainedAnswer.of(answer, name, round)
             return self._read_upload(server, clients[name].steps, answer, reports[name], splits[name])
 
-        questions = self._make_questions("train", server, splits, self.plan.received)
+        questions = self._make_questions("train", server, splits, self.plan.downloaded)
         results, errors = self._collect(questions, f"round {round}", "left out", read)
         updates = {name: result.update for name, result in results.items()}
         for name, ratio in self._lengths.find_outliers(server, updates).items():
@@ -205,7 +190,7 @@ class RemoteEngine(Engine):
             return self._read_rows(rows, name, splits[name], moment) if rows or moment == "loaded" else []
 
         asked = {name: some for name, some in splits.items() if name in self.nodes.online}
-        entries = self.plan.sent if self.plan.has_global else self.plan.received
+        entries = self.plan.sent if self.plan.has_global else self.plan.downloaded
         lacks = f"not measured{' with re-estimated statistics' if moment == REESTIMATED else ''}"
         questions = self._make_questions("evaluate", server, asked, entries, moment)
         rows, _ = self._collect(questions, f"round {server.round}", lacks, read)

@@ -41,7 +41,7 @@ class Asks:
     """Declaration of a kind of question: the kind of its answer, and all facts and records that this may have.
 
     ``spends``: what is counted; None: nothing of the data leaves. ``of_trial``: it is about a method and seed, which
-    the operator and the policy must allow first. ``once``: its upload leaves before round 1, without local steps.
+    the operator and the policy must allow first.
     """
 
     answer: str
@@ -49,7 +49,6 @@ class Asks:
     records: frozenset[str] = frozenset()
     spends: Spending | None = None
     of_trial: bool = True
-    once: bool = False
 
     @property
     def uploads(self) -> bool:
@@ -65,10 +64,6 @@ QUESTIONS: Mapping[str, Asks] = MappingProxyType({
         ),
     ),
     "review": Asks(answer="agreed", facts=frozenset({"name"})),
-    "introduce": Asks(
-        answer="introduced", spends="uploads", records=frozenset({"memory"}), facts=frozenset({"name", "round"}),
-        once=True,
-    ),
     "train": Asks(
         answer="trained", spends="uploads", records=frozenset({"shared", "memory"}),
         facts=frozenset({"name", "round", "weight", "steps", "loss_sum", UPLOAD, "rows"}),
@@ -137,13 +132,13 @@ class Gate:
         ``client``: the client's state before the round, for which steps are taken; None: none are.
         """
         limits, settings, round, uploads = self.policy.limits, trial.settings, question.facts["round"], asks.uploads
-        if type(round) is not int or not (not uploads) <= round <= (0 if asks.once else settings.rounds - uploads):
+        if type(round) is not int or not (not uploads) <= round <= settings.rounds - uploads:
             raise RefusedMessage(
                 f"the experiment has {settings.rounds} rounds, and the question is about the model of round {round}"
             )
         self._check_measurement(asks, question, trial)
         self._allow(question.kind, self._identify(question, trial), trial)
-        self._count_bytes(trial, 0 if asks.once else round + uploads, question)
+        self._count_bytes(trial, round + uploads, question)
         if client:
             bounds, steps = trial.list_steps(client)
             limits.check_size(count_distinct(bounds, steps), len(steps))
@@ -201,7 +196,7 @@ class Gate:
         if client:
             columns["spent"] = compute_spent(trial.plan, self._count_uses(trial, client))
             columns["steps"] = trial.list_steps(client)[1].stop
-        content = {**answer.facts, **_describe_upload(asks, answer, trial)}
+        content = {**answer.facts, **_describe_upload(answer, trial)}
         self.record.append(question.kind, content, partial(self._allow, question.kind, asked, trial), **columns)
 
     def _check_measurement(self, asks: Asks, question: Exchange, trial: SiteTrial) -> None:
@@ -242,7 +237,7 @@ class Gate:
 
     def _identify(self, question: Exchange, trial: SiteTrial) -> str:
         """Return what is the same for two questions whose answers to one coordinator are the same bits."""
-        mechanism = find_mechanism((trial.plan.method.gradient,))
+        mechanism = find_mechanism(trial.plan.method.rules)
         drawn = token_hex(8) if QUESTIONS[question.kind].uploads and mechanism and mechanism.secret else ""
         asked = {"facts": question.facts, "arrays": digest_records(question.arrays), "coordinator": self.coordinator}
         return _digest({**asked, "data": trial.data.fingerprint, "drawn": drawn})
@@ -286,13 +281,12 @@ def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
     return [f"disclosed to the coordinator: {line}" for line in lines]
 
 
-def _describe_upload(asks: Asks, answer: Exchange, trial: SiteTrial) -> dict[str, Any]:
+def _describe_upload(answer: Exchange, trial: SiteTrial) -> dict[str, Any]:
     """Return number, size, digest and names of the entries that leave with an answer, and what they reveal."""
     if not answer.arrays:
         return {}
-    leaving = [entry for entry in list_disclosures(trial.plan) if entry.once is asks.once]
     entries = {name: describe_entries(record) for name, record in answer.arrays.items()}
-    return {"left": entries, "discloses": list(map(str, group_disclosures(leaving)))}
+    return {"left": entries, "discloses": list(map(str, group_disclosures(list_disclosures(trial.plan))))}
 
 
 def _digest(value: Any) -> str:

@@ -89,7 +89,7 @@ class TrialReview:
 
     @property
     def leaving(self) -> tuple[Disclosure, ...]:
-        """Entries of the model, and other tensors that rules send, that leave the site each round or before round 1."""
+        """Entries of the model, and other tensors that rules send, that leave the site each round."""
         return () if self.validates else list_disclosures(self.plan)
 
     @property
@@ -98,14 +98,14 @@ class TrialReview:
         server = init_server(self.plan)
         loaded = shown = downlink_bytes(self.plan, server)
         if self.plan.has_global:
-            shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.received))
-        sent = sum(entry.bytes for entry in self.leaving if not entry.once)
+            shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.downloaded))
+        sent = sum(entry.bytes for entry in self.leaving)
         return (0 if self.validates else loaded + sent) + (shown if self.measured else 0)
 
     @property
     def uploads(self) -> int:
-        """Uploads that the settings ask for: one each round and, if rules send something before round 1, one then."""
-        return 0 if self.validates else self.rounds + any(entry.once for entry in self.leaving)
+        """Uploads that the settings ask for: one each round."""
+        return 0 if self.validates else self.rounds
 
     @property
     def privacy(self) -> str:
@@ -115,7 +115,7 @@ class TrialReview:
         lines = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
             lines.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
-        if mechanism := find_mechanism((self.plan.method.gradient,)):
+        if mechanism := find_mechanism(self.plan.method.rules):
             used = SampleUses(
                 passes={"this site": self.passes}, copies=self.copies, squares=self.uses,
                 assumes="no other site holds samples of this one",
@@ -128,7 +128,7 @@ class TrialReview:
         """Return the review as lines of text; ``coordinator``: its address."""
         plan, leaving = self.plan, {entry.name for entry in self.leaving}
         staying = ", ".join(name for name in plan.initial if name not in leaving)
-        groups = [f"leaves {each.when}: {each}: {', '.join(each.names)}" for each in group_disclosures(self.leaving)]
+        groups = [f"leaves each round: {each}: {', '.join(each.names)}" for each in group_disclosures(self.leaving)]
         told = f"{', '.join(('loss', 'sizes', *self.metrics))} and counts by class of its test and validation samples"
         work, kept = f"this site {VALIDATES}: nothing is trained here", "nothing of this site"
         if not self.validates:
@@ -183,7 +183,7 @@ def compute_spent(plan: Plan, uses: int) -> float:
     a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
     The result is 0 without noise that a site can account for; a policy with ``sample_epsilon`` refuses this case.
     """
-    mechanism = find_mechanism((plan.method.gradient,))
+    mechanism = find_mechanism(plan.method.rules)
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
     return uses / mechanism.noise_multiplier**2

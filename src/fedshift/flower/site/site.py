@@ -135,7 +135,7 @@ class Site:
         if not asks.of_trial:
             return self.gate.release(asks, question, self._describe(question), None, None, self._described)
         trial, client = self._trial(question.facts["trial"]), None
-        if asks.uploads and not asks.once:
+        if asks.uploads:
             client = trial.kept.load_after(int(question.facts["base"]), str(question.facts.get(UPLOAD, "")))
         if asks.spends:
             self.gate.check(asks, question, trial, client)
@@ -146,10 +146,7 @@ class Site:
         label = trial.plan.method.label
         if question.kind == "review":
             return Exchange(kind="agreed", facts={"name": trial.kept.name})
-        if question.kind == "introduce":
-            answer = trial.introduce()
-            self.say(f"{label}, before round 1: {trial.samples['train']} samples")
-        elif client is not None:
+        if client is not None:
             answer, reached = trial.train(question, client), self.gate.record.reached(trial.review.trial)[0]
             weight, round = answer.facts["weight"], answer.facts["round"]
             again = f" (again: round {reached} was reached before)" if reached >= round else ""
@@ -244,7 +241,7 @@ class Site:
             rounds=settings.rounds, measured=sum(map(settings.is_evaluated, range(1, settings.rounds + 1))),
             sites=int(asked["clients"]), samples=len(client.train), uncovered=list_uncovered(plan, settings, data),
             metrics=tuple(metric.name for metric in data.task.requested), validates=self.validates,
-            copies=count_copies({client.name: client.train}) if find_mechanism((method.gradient,)) else 1,
+            copies=count_copies({client.name: client.train}) if find_mechanism(method.rules) else 1,
             trial=f"{experiment}/{folder.name}",
         )  # fmt: skip
         self.gate.agree(review, asked, data.fingerprint)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...core.disclosure import check_upload
+from ...core.checks import check_upload
 from ...core.kernel import init_server, trained_state
 from ...core.plan import Plan
 from ...core.preparation import change_layers
@@ -99,17 +99,10 @@ class SiteTrial:
         """Return the bounds of each batch of a pass, and the steps of the round after the state ``client``."""
         return self.engine.steps_of_round(self.kept.name, client)
 
-    def introduce(self) -> Exchange:
-        """Answer with what rules send once, before round 1: the same however often it is asked."""
-        update = self.engine.introduce_client(self.kept.name)
-        check_upload(self.plan, update.shared, update.memory, prelude=True)
-        arrays = {"memory": to_record(join_states(self.plan.rule_names, update.memory))}
-        return Exchange(kind="introduced", facts={"name": self.kept.name, "round": 0}, arrays=arrays)
-
     def train(self, asked: Exchange, client: ClientState) -> Exchange:
         """Answer with the upload of a round that begins with the state ``client``, and keep the state after it."""
         plan = self.plan
-        server, base = self._read_broadcast(plan.received, asked)
+        server, base = self._read_broadcast(plan.downloaded, asked)
         self._follow(server)
         with keep_freed_memory():
             trained = self.engine.train_client(server, self.kept.name, client)
@@ -132,7 +125,7 @@ class SiteTrial:
     def evaluate(self, asked: Exchange) -> Exchange:
         """Answer with measurements of the models that the site would use, and keep the client's model."""
         plan, client, splits = self.plan, self.data.clients[0], tuple(asked.facts["splits"])
-        server, base = self._read_broadcast(plan.sent if plan.has_global else plan.received, asked)
+        server, base = self._read_broadcast(plan.sent if plan.has_global else plan.downloaded, asked)
         if base or not plan.personalizes:
             kept, augment = self.kept.load_after(base, str(asked.facts.get(UPLOAD, ""))), self.settings.augment
             own: State | None = make_personal_state(plan, kept, server, client.name, client.train, augment)
@@ -218,7 +211,7 @@ class SiteTrial:
         arrays = {kind: from_record(asked.arrays[kind]) for kind in ("shared", "memory")}
         check_state(arrays["shared"], pick(plan.initial, names), "the broadcast")
         bound = zip(plan.rule_names, plan.rules, strict=True)
-        free = {f"{rule}/{entry}": axes for rule, each in bound for entry, axes in each.own.growing.items()}
+        free = {f"{rule}/{entry}": axes for rule, each in bound for entry, axes in each.growing.items()}
         like = join_states(plan.rule_names, init_server(plan).memory)
         check_state(arrays["memory"], like, "the broadcast's rule memory", free)
         shared, memory = ({name: x.to(device) for name, x in state.items()} for state in arrays.values())
