@@ -203,7 +203,7 @@ def test_steps_that_all_lanes_take_alike_are_recorded_once_whatever_the_rate(met
 
     class Counted(stepper.Tape):
         def __init__(self, function, inputs, **options):
-            made.append(next(tensor.shape[:2] for tensor in inputs if tensor.shape[2:] == (3, 6, 6)))
+            made.append(inputs[2].shape[:2])
             super().__init__(function, inputs, **options)
 
     monkeypatch.setattr(stepper, "Tape", Counted)
