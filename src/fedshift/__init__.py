@@ -24,14 +24,11 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .core.aggregation import Aggregated as Aggregated
     from .core.aggregation import Aggregation as Aggregation
     from .core.aggregation import Received as Received
-    from .core.contexts import Folded as Folded
-    from .core.declarations import (
-        Declared as Declared,
-        Phase as Phase,
-        Send as Send,
-    )
+    from .core.declarations import Phase as Phase
+    from .core.declarations import Send as Send
+    from .core.rule import Declared as Declared
+    from .core.rule import Folded as Folded
     from .core.method import (
-        Freeze as Freeze,
         Method as Method,
         method as method,
         modifier as modifier,
@@ -138,12 +135,11 @@ _HOME = {
     "api": ("Comparison", "advise", "compare", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
     "core.aggregation": ("Aggregated", "Aggregation", "Received"),
-    "core.contexts": ("Folded",),
-    "core.declarations": ("Declared", "Phase", "Send"),
-    "core.method": ("Freeze", "Method", "method", "modifier"),
+    "core.declarations": ("Phase", "Send"),
+    "core.method": ("Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
     "core.requirements": ("Requirements",),
-    "core.rule": ("Rule",),
+    "core.rule": ("Declared", "Folded", "Rule"),
     "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (
         "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",

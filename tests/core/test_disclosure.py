@@ -8,11 +8,11 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core.declarations import GRAINS, Declared, Send
+from fedshift.core.declarations import GRAINS, Send
 from fedshift.core.disclosure import check_upload, like_sends
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.evaluation.communication import describe_kept, list_disclosures
 from fedshift.methods.fedavg import fedavg
 from fedshift.results.disclosure import group_disclosures

@@ -10,12 +10,11 @@ from torch import nn
 
 from fedshift.cli.inspection import describe_method
 from fedshift.core import dry_run
-from fedshift.core.contexts import Folded
-from fedshift.core.declarations import Declared, Send
+from fedshift.core.declarations import Send
 from fedshift.core.method import method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import HOOKS, Rule
+from fedshift.core.rule import HOOKS, Declared, Folded, Rule
 from fedshift.core.server_optimizer import ServerOptimizer
 from fedshift.experiments.settings import Settings
 from fedshift.methods.fedavg import fedavg

@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.declarations import Declared
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.methods.fedavg import fedavg
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal

@@ -6,14 +6,13 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.contexts import Folded
-from fedshift.core.declarations import Declared, Send
+from fedshift.core.declarations import Send
 from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.method import Method
+from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD, AdamW
-from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Folded, Rule
 from fedshift.core.selection import Scope, name_matches
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step, client_step_

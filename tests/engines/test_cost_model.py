@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
+from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation

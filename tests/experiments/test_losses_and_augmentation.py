@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedshift.core.loss import LOSSES
+from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import forward
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS

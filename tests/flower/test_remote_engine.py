@@ -81,7 +81,7 @@ def test_every_method_is_what_it_is_in_one_process_and_sends_only_its_scope(meth
     _, update = client_final(trial.plan, client_init(trial.plan, init_client(trial.plan), trial.server))
     up, down = (join_states(trial.plan.rule_names, each.memory).keys() for each in (update, trial.server))
     assert left == [{"shared": trial.plan.sent, "memory": up}] * messages
-    assert came == [{"shared": trial.plan.received, "memory": down}] * messages
+    assert came == [{"shared": trial.plan.downloaded, "memory": down}] * messages
 
 
 @pytest.mark.slow

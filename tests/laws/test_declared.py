@@ -6,11 +6,11 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.declarations import GRAINS, Declared, Send
+from fedshift.core.declarations import GRAINS, Send
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.methods.dp import dp
 from fedshift.methods.dp_sgd import dp_sgd
 from fedshift.methods.geometric_median import geometric_median
@@ -84,7 +84,7 @@ def test_dp_and_robust_aggregation_refuse_every_send(guard, reveals):
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("method", [each for each in FEDERATED if each.aggregate.sums], ids=by_name)
 def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
-    sends = any(bound.uploads for bound in trial(method).plan.rules)
+    sends = any(bound.sends for bound in trial(method).plan.rules)
     for guard in (dp, median):
         try:
             trial(guard(method))

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations
 
+from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work, iterate_batches
 from fedshift.data.assembly import federation

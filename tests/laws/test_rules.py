@@ -8,10 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.contexts import Folded
 from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Folded, Rule
 from fedshift.core.schedule import StepDecay
 from fedshift.core.server_round import ClientSizes, fold_rules, receive
 from fedshift.core.step import compute_gradients, transform_gradients

@@ -10,10 +10,10 @@ import torch
 from scipy.stats import kstest
 from torch import nn
 
-from fedshift.core.declarations import Declared, Send
+from fedshift.core.declarations import Send
 from fedshift.core.loss import CrossEntropy
 from fedshift.core.optimizer import SGD
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Rule
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.experiment import Experiment

@@ -7,11 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.contexts import LossContext, Owned
-from fedshift.core.declarations import Declared
 from fedshift.core.kernel import client_final, client_init, init_client, init_server, personal_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.rule import Declared, Owned, Step
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step, compute_gradients
 from fedshift.core.work import Work
@@ -187,7 +186,7 @@ def test_a_layer_is_drawn_as_often_as_its_logits_say():
     gates = Gates(1.0, 10.0, layers=(("w",), ("v",)))
     drawn = []
     for key in range(2000):
-        step = LossContext(
+        step = Step(
             bound=Declared(gates, draws=True),
             loaded={"w": torch.tensor(1.0), "v": torch.tensor(1.0)},
             memory={"last/w": torch.tensor(0.0), "last/v": torch.tensor(0.0)},

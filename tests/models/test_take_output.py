@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import trust_only
+from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import forward
 from fedshift.core.preparation import prepare
 from fedshift.experiments.factory import resolve_model
 from fedshift.experiments.settings import Settings

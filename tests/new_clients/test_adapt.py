@@ -15,7 +15,7 @@ from scipy import stats
 
 import fedshift
 from fedshift.analysis.influence import find_influence
-from fedshift.core.plan import forward
+from fedshift.core.network import forward
 from fedshift.data.assembly import federation
 from fedshift.data.samples import Samples
 from fedshift.evaluation.policy import parse_policies

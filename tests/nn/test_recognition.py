@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
+from fedshift.core.network import compute_outputs
 from fedshift.core.optimizer import SGD
-from fedshift.core.plan import compute_outputs
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.evaluation.batch_norm import reestimate_statistics
 from fedshift.evaluation.policy import POLICIES

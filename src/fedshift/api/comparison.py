@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ..config.expressions import find_title
 from ..config.spec import DataSpec
 from ..console.printing import Console
-from ..core.plan import forward
+from ..core.network import forward
 from ..data.far_values import measure_training
 from ..evaluation.policy import parse_policies
 from ..experiments.cross_site import cross_validate

@@ -12,8 +12,8 @@ from rich.text import Text
 
 from ..config.expressions import list_catalog
 from ..core.buffers import describe_buffers
+from ..core.network import forward
 from ..core.optimizer import SGD
-from ..core.plan import forward
 from ..core.preparation import prepare
 from ..core.probe import make_batch
 from ..data.federation import Federation, count_labels

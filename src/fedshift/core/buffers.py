@@ -25,7 +25,8 @@ from ..nn.recognition import Call, FunctionCalls
 from ..nn.surgery import BATCH_NORM
 from ..utils.state import State, clone, pick
 from ..utils.words import Information, join_some
-from .plan import Plan, forward
+from .network import forward
+from .plan import Plan
 from .selection import KINDS, Entry, Kind
 
 CLOSE = 1e-4

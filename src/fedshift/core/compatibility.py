@@ -16,12 +16,12 @@ from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError, require
 from .aggregation import Aggregation
-from .declarations import Declared
 from .loss import CrossEntropy, Loss
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
 from .requirements import Requirements
+from .rule import Declared
 from .selection import norm_statistics
 
 NAMED = 5
@@ -97,8 +97,8 @@ def check_compatibility(plan: Plan) -> None:
             f"batch_size=1, but {plan.loss} compares the samples of a batch, and a single sample has no gradient: use "
             "a batch size of 2 or more, say 32"
         ).about("batch_size")
-    if method.gradient is not None:
-        _check_separate_samples(plan, method.name_source(method.gradient))
+    if plan.estimator:
+        _check_separate_samples(plan, plan.estimator.source_method)
     if inputs := find_inputs(plan.module):
         _check_several_inputs(plan, name_inputs(inputs))
     source = method.name_source(method.aggregate)
@@ -128,7 +128,7 @@ def _check_unread_statistics(plan: Plan, bound: Declared) -> None:
     kept = [entry for entry in plan.entries if entry.name in plan.personal - plan.adopted]
     if kept and not reads_model and all(norm_statistics(entry) and entry.name in bound.model for entry in kept):
         raise UsageError(
-            f"method {plan.method.label!r}: {plan.name_keepers(kept[0].name)} keeps {kept[0].name!r} on clients, which "
+            f"method {plan.method.label!r}: {plan.keepers[kept[0].name]} keeps {kept[0].name!r} on clients, which "
             f"only evaluation reads, but {bound.rule.source_method} evaluates another network with other statistics: "
             "remove one of the two"
         )
@@ -179,7 +179,7 @@ def _check_declarations(plan: Plan, index: int) -> None:
     if len(own.on_client) < len(entries):
         twice = min(entry for entry in entries if entries.count(entry) > 1)
         raise UsageError(f"{name}: {source} declares the entry {twice!r} twice: rename one")
-    if taken := plan.initial.keys() & plan.own_names[index].values():
+    if taken := plan.initial.keys() & set(bound.names.values()):
         raise UsageError(f"{name}: {source} trains its own entry under {min(taken)!r}, a name of the model: rename it")
     for what, names, known, allowed in (
         ("limits", own.limits.keys(), own.params.keys(), "Declared.params"),
@@ -242,7 +242,7 @@ def _check_sets(plan: Plan, bound: Declared) -> None:
     """Raise :class:`UsageError` unless clients load the entries that the server computes, and no rule copies them."""
     name = f"method {plan.method.label!r}"
     if kept := bound.sets - plan.loaded:
-        keeping = f"{plan.name_keepers(min(kept))} keeps it there"
+        keeping = f"{plan.keepers[min(kept)]} keeps it there"
         where = "pooling leaves no client to measure" if plan.method.pooled else keeping
         raise UsageError(
             f"{name}: the server computes {min(kept)!r} from what clients measure for {bound.rule.source_method}, but "

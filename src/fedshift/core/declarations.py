@@ -6,18 +6,14 @@ Consent at a site, ``fedshift inspect``, policies, the ledger, reports and diffe
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
 from ..utils.errors import UsageError
 from ..utils.state import State
-
-if TYPE_CHECKING:
-    from .rule import Rule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,69 +115,3 @@ class Send:
             name: cls(shape=tuple(tensor.shape), dtype=tensor.dtype, reveals=reveals, passed_on=passed_on)
             for name, tensor in state.items()
         }
-
-
-@dataclass(frozen=True, eq=False)
-class Declared:
-    """A rule resolved against a network, and all that it keeps, trains, reads and sends.
-
-    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``. A read that costs or reveals
-    something is refused unless it is declared.
-
-    Args:
-        rule: The rule, configured for the network.
-        memory: State that each client keeps from round to round and never sends.
-        server: State that the server keeps and broadcasts.
-        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
-            are fixed.
-        model: Weights and buffers of another network, under some or all of the model's names. They are trained and
-            decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
-        params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
-        limits: Minimum and maximum of ``params``, which are clamped after each step.
-        buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
-        phases: When parameters are trained.
-        sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
-        sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
-        targets: Whether :meth:`Rule.start` reads the targets of all training samples of a client.
-        samples_before_work: Number of distinct samples, the first of the round, on which :meth:`Rule.start` runs the
-            model. A client that uses fewer in the round provides those.
-        features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
-            parameters, so that features are the classifier's input. They come from the pass of the loss.
-        draws: Whether the rule reads ``step.key`` for random draws.
-        entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
-        notices: Sentences that users should read before the rule runs.
-
-    """
-
-    rule: Rule
-    memory: State = field(default_factory=dict, kw_only=True)
-    server: State = field(default_factory=dict, kw_only=True)
-    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
-    model: State = field(default_factory=dict, kw_only=True)
-    params: State = field(default_factory=dict, kw_only=True)
-    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict, kw_only=True)
-    buffers: State = field(default_factory=dict, kw_only=True)
-    phases: tuple[Phase, ...] = field(default=(), kw_only=True)
-    sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    sets: frozenset[str] = field(default=frozenset(), kw_only=True)
-    targets: bool = field(default=False, kw_only=True)
-    samples_before_work: int = field(default=0, kw_only=True)
-    features: str = field(default="", kw_only=True)
-    draws: bool = field(default=False, kw_only=True)
-    entries: bool = field(default=False, kw_only=True)
-    notices: tuple[str, ...] = field(default=(), kw_only=True)
-
-    @property
-    def on_client(self) -> State:
-        """All entries that a client keeps for the rule."""
-        return {**self.model, **self.params, **self.buffers, **self.memory}
-
-    def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
-        """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
-        own = any(phase.trains == "own" for phase in self.phases)
-        return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
-
-    @property
-    def has_separate_passes(self) -> bool:
-        """Return whether the rule's own parameters are trained in separate passes, where its loss runs."""
-        return any(phase.when != "during" for phase in self.phases)

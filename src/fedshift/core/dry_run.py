@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import copy
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -21,8 +21,7 @@ from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
 from ..utils.state import clone, pick
 from ..utils.user_code import describe_error
-from .contexts import ClientContext, FoldContext, Folded
-from .declarations import Declared, RulePhase
+from .declarations import RulePhase
 from .disclosure import find_difference
 from .kernel import (
     broadcast,
@@ -33,13 +32,16 @@ from .kernel import (
     personal_state,
     restart,
 )
-from .plan import Plan, compute_features, forward, to_inputs, to_memory_format
+from .network import compute_features, forward, to_inputs, to_memory_format
+from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Rule
+from .rule import HOOKS, Declared, Folded, Rule, Server, View
 from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
+FACTS = ("loaded", "memory", "server", "own", "uploads")
+"""States that views give to hooks."""
 CLIENTS, ROUNDS = 2, 2
 """Smallest number of clients, and number of rounds."""
 _PASSED: set[Hashable] = set()
@@ -57,7 +59,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
     """
     method = plan.method
-    if not (plan.rules or method.gradient or method.server or not method.aggregate.sums):
+    if not (plan.rules or plan.estimator or method.server or not method.aggregate.sums):
         return
     for bound in plan.rules:
         _check_own(plan, bound)
@@ -75,7 +77,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
-    components = (*plan.method.rules, plan.method.aggregate, plan.method.gradient, plan.method.server)
+    components = (*plan.method.rules, plan.method.aggregate, plan.method.server)
     try:
         kind = (
             *((type(each), *vars(each).items()) for each in components if each), plan.work, plan.optimizer, plan.loss,
@@ -109,8 +111,9 @@ def _check_features(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or vectors are missing there."""
     plan.set_mode(training=False)
     inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-    features = compute_features(plan, clone(plan.initial), inputs)[1] if plan.feature_layers else {}
-    for bound, z in ((plan.rules[index], z) for index, z in features.items()):
+    layers = plan.feature_layers
+    features = compute_features(plan, clone(plan.initial), inputs, layers)[1] if layers else {}
+    for bound, z in ((bound, features[bound.name]) for bound in plan.rules if bound.features):
         if bound.rule.requires.classes and z.ndim != 2:
             raise UsageError(
                 f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
@@ -160,7 +163,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
     runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
-    gradient = plan.method.gradient
+    gradient = plan.estimator
     with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
@@ -252,9 +255,9 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_fold(bound: Declared, result: Folded, server: FoldContext) -> str:
+def _check_fold(bound: Declared, result: Folded, server: Server) -> str:
     why = find_difference(bound.server, result[0], "keep", where="Declared.server", growing=bound.growing)
-    sets = pick(server.plan.initial, bound.sets)
+    sets = pick(server.network.initial, bound.sets)
     return why or find_difference(sets, result[1], "compute", where="Declared.sets")
 
 
@@ -278,8 +281,9 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     """Yield the tensors in ``value``, which may be states and contexts, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, ClientContext | FoldContext):
-        yield from _list_tensors({each.name: getattr(value, each.name) for each in fields(value)})
+    elif isinstance(value, View | Server):
+        facts = {fact: getattr(value, fact, None) for fact in FACTS}
+        yield from _list_tensors({fact: fact_value for fact, fact_value in facts.items() if fact_value})
     elif isinstance(value, Mapping):
         for key, each in value.items():
             yield from _list_tensors(each, repr(key))

@@ -1,25 +1,22 @@
 """The kernel: the start and end of a client's round, as pure functions that every engine runs.
 
-In a communication round, each participant runs ``client_init``, ``client_step_`` for each batch
+In: a plan, and the states of a client and of the server. Out: local work in progress, then the client's new state and
+its upload. In a communication round, each participant runs ``client_init``, ``client_step_`` for each batch
 (:mod:`fedshift.core.step`) and ``client_final``; then the server aggregates the uploads
 (:mod:`fedshift.core.server_round`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from collections.abc import Iterable
+from dataclasses import replace
 
-from torch import Tensor
-
-from ..nn.recognition import placed_hooks
 from ..utils.state import State, clone, pick
 from .buffers import fit_spectral_norms
-from .contexts import EndContext, Glimpse, Hook, LookContext, Owned, RoundContext
 from .disclosure import check_sends
-from .plan import Plan, forward
+from .plan import Plan
+from .rule import Client
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
-from .step import client_facts
 
 
 def init_server(plan: Plan) -> ServerState:
@@ -56,26 +53,12 @@ def personal_entries(plan: Plan, client: ClientState, server: ServerState) -> St
     return client.personal if client.steps else client.personal | pick(server.shared, plan.adopted)
 
 
-def _context_between_rounds(plan: Plan, client: ClientState, server: ServerState, index: int) -> RoundContext:
-    """Return the context of the rule at ``index`` between rounds."""
-    kept, bound = client.memory[index], plan.rules[index]
-    return RoundContext(
-        bound=bound,
-        loaded=pick(server.shared, plan.loaded),
-        memory={name: kept[name] for name in bound.memory},
-        own=Owned(*(pick(kept, part) for part in (bound.model, bound.params, bound.buffers))),
-        server=server.memory[index],
-        round=server.round,
-        lr=plan.optimizer.lr_in_round(server.round),
-    )
-
-
 def personal_state(plan: Plan, client: ClientState, server: ServerState) -> State:
     """Return the client's current model: loaded and personal entries, as its rules combine them."""
-    state = _merge_loaded_and_personal(plan, client, server)
-    for index in plan.defines("personalize"):
-        state = plan.rules[index].rule.personalize(state, _context_between_rounds(plan, client, server, index))
-    return fit_spectral_norms(plan, state) if plan.mixes or plan.defines("personalize") else state
+    if not (plan.mixes or plan.defines("personalize")):
+        return _merge_loaded_and_personal(plan, client, server)
+    job = _assemble(plan, client, server)
+    return fit_spectral_norms(plan, _personalize(plan, job, plan.defines("personalize")))
 
 
 def trained_state(plan: Plan, client: ClientState, update: Update, server: ServerState) -> State:
@@ -104,73 +87,57 @@ def load_state(
     plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
 ) -> LocalTrainingState:
     """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
-    contexts = [_context_between_rounds(plan, client, server, index) for index in range(len(plan.rules))]
-    merged = _merge_loaded_and_personal(plan, client, server)
-    state = _begin(plan, merged, contexts)
+    job = replace(_assemble(plan, client, server), planned_steps=planned_steps)
     if seen is not None and plan.defines("start"):
-        contexts = look(plan, contexts, state, seen)
-        state = _begin(plan, merged, contexts)
-    for index, names in enumerate(plan.own_names):
-        state = state | {name: client.memory[index][entry] for entry, name in names.items()}
+        at, memory = restart(plan, job), [*job.memory]
+        for index in plan.defines("start"):
+            bound = plan.rules[index]
+            memory[index] = bound.rule.start(Client(plan, bound, index, at, at.state, seen, plan.loss))
+        job = replace(job, memory=tuple(memory))
+    job = restart(plan, job)
+    return job if job.optimizer else replace(job, optimizer=plan.optimizer.init(job.params))
+
+
+def _assemble(plan: Plan, client: ClientState, server: ServerState) -> LocalTrainingState:
+    """Return a job with the loaded and personal entries, before rules personalize them."""
+    state = merged = _merge_loaded_and_personal(plan, client, server)
+    for bound, memory in zip(plan.rules, client.memory, strict=True):
+        state = state | {name: memory[entry] for entry, name in bound.names.items()}
     trained = plan.trained.union(*plan.own_trained)
-    params = pick(state, trained)
     return LocalTrainingState(
-        params=params,
+        params=pick(state, trained),
         rest={name: tensor for name, tensor in state.items() if name not in trained},
         global_params=pick(server.shared, plan.loaded),
         personal=pick(merged, plan.personal) if plan.rules else {},
-        optimizer=client.optimizer or plan.optimizer.init(params),
-        memory=tuple(context.memory for context in contexts),
+        optimizer=client.optimizer,
+        memory=tuple(
+            {name: memory[name] for name in bound.memory}
+            for bound, memory in zip(plan.rules, client.memory, strict=True)
+        ),
         server_memory=server.memory,
         round=server.round,
         lr=plan.optimizer.lr_in_round(server.round),
         start=client.steps,
         done=client.steps,
-        planned_steps=planned_steps,
+        planned_steps=0,
         frozen=server.round >= plan.freeze_from,
     )
 
 
-def _begin(plan: Plan, state: State, contexts: Sequence[RoundContext]) -> State:
-    """Return the model that local work starts from, given the loaded and the personal entries."""
-    for index in plan.defines("personalize"):
-        rule = plan.rules[index].rule
-        state = rule.personalize(state, contexts[index]) if rule.personalizes == "start" else state
+def _personalize(plan: Plan, job: LocalTrainingState, rules: Iterable[int]) -> State:
+    """Return the model as ``rules`` combine the loaded entries and the client's."""
+    together = job.state
+    state = {name: job.global_params.get(name, together[name]) for name in plan.initial}
+    for index in rules:
+        bound = plan.rules[index]
+        state = bound.rule.personalize(state, Client(plan, bound, index, job, together))
     return state
 
 
-def look(plan: Plan, contexts: Sequence[RoundContext], state: State, seen: Seen) -> list[RoundContext]:
-    """Call the rules' :meth:`Rule.start` on the model ``state``; return their contexts with the new memories."""
-    return [
-        replace(each, memory=each.bound.rule.start(_look_context(plan, each, state, seen)))
-        if index in plan.defines("start")
-        else each
-        for index, each in enumerate(contexts)
-    ]
-
-
-def _look_context(plan: Plan, context: RoundContext, state: State, seen: Seen) -> LookContext:
-    count = context.bound.samples_before_work
-    x, y, layers = seen.x[:count], seen.y[:count], dict(plan.module.named_modules())
-
-    def run(hooks: Mapping[str, Hook]) -> None:
-        with placed_hooks(layers[name].register_forward_pre_hook(hook) for name, hook in hooks.items()):
-            forward(plan, clone(state), x, training=True, key=seen.key)
-
-    def loss_at(entries: State) -> Tensor:
-        return plan.loss(forward(plan, clone({**state, **entries}), x, training=False), y)
-
-    common = {each.name: getattr(context, each.name) for each in fields(context)}
-    return LookContext(**common, _targets=seen.targets, _first=Glimpse(len(x), run, loss_at))
-
-
 def restart(plan: Plan, job: LocalTrainingState) -> LocalTrainingState:
-    """Restart the model from its rules' :meth:`Rule.personalize` after separate phases. Pure."""
-    together = job.state
-    state = {name: job.global_params.get(name, together[name]) for name in plan.initial}
-    facts = (client_facts(plan, job, index, together) for index in range(len(plan.rules)))
-    contexts = [RoundContext(**each, round=job.round) for each in facts]
-    fresh = together | _begin(plan, state, contexts)
+    """Start the model from the loaded entries and the client's, as rules combine them for local work. Pure."""
+    starting = [index for index in plan.defines("personalize") if plan.rules[index].rule.personalizes == "start"]
+    fresh = job.state | _personalize(plan, job, starting) if starting or job.separate_phase else job.state
     return replace(job, params=pick(fresh, job.params), rest=pick(fresh, job.rest), separate_phase=None)
 
 
@@ -181,16 +148,13 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
     """
     together = job.state
     state = {name: together[name] for name in plan.initial}
-    memory, uploads, steps = [], [], job.done - job.start
+    memory, uploads = [], []
     for index, bound in enumerate(plan.rules):
         kept, sent = {name: job.memory[index][name] for name in bound.memory}, State()
         if index in plan.defines("end"):
-            facts, end = client_facts(plan, job, index, together), bound.rule.end
-            params, rest = ({name: together[name] for name in part} for part in (plan.params, plan.buffers))
-            facts |= {"params": params, "buffers": rest, "steps": steps}
-            kept, sent = end(EndContext(**facts, round=job.round))
+            kept, sent = bound.rule.end(Client(plan, bound, index, job, together))
         check_sends(plan, index, sent)
-        memory.append(kept | {entry: together[name] for entry, name in plan.own_names[index].items()})
+        memory.append(kept | {entry: together[name] for entry, name in bound.names.items()})
         uploads.append(sent)
     client = ClientState(
         personal=pick(state, plan.personal),
@@ -198,4 +162,5 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
         memory=tuple(memory),
         steps=job.done,
     )
-    return client, Update(shared=pick(state, plan.sent), memory=tuple(uploads), weight=float(job.samples), steps=steps)
+    shared = pick(state, plan.sent)
+    return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=job.done - job.start)

@@ -17,7 +17,6 @@ from torch import nn
 
 from ..utils.errors import UsageError, unknown_name
 from .aggregation import Aggregation, AggregationFunction, FunctionAggregation, Mean
-from .gradient import GradientEstimator
 from .rule import GRADIENT_STAGES, Rule
 from .selection import Scope, Select, everything, nothing
 from .server_optimizer import ServerOptimizer
@@ -40,24 +39,6 @@ WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Freeze:
-    """Freezes BatchNorm's running statistics after some rounds, and normalizes with them in training from then on.
-
-    ``after``: the number of rounds before that, or a fraction (float in (0, 1)) of all rounds.
-    """
-
-    after: int | float
-
-    def __post_init__(self) -> None:
-        if not (0 < self.after < 1 if isinstance(self.after, float) else self.after >= 0):
-            raise UsageError(f"switch={self.after}: give a number of rounds (an integer) or a fraction in (0, 1)")
-
-    def rounds(self, total: int) -> int:
-        """Return the number of rounds before freezing, of ``total`` rounds."""
-        return self.after if isinstance(self.after, int) else int(self.after * total + 0.5)
-
-
-@dataclass(frozen=True, kw_only=True)
 class Method:
     """A federated method; with all defaults, FedAvg.
 
@@ -70,10 +51,10 @@ class Method:
         trains: Parameters that the federation trains, among the network's trainable parameters.
         finetune: Number of rounds of local work on all parameters that fine-tune a client's loaded model before it is
             evaluated or exported; federated training is unaffected.
-        gradient: Combines the gradients of samples into a batch's, before any rule sees it; None: their mean.
         rules: Changes of local training and of persistent state, in order of application: rules that change gradients
             are last, sorted by :attr:`Rule.gradient_stage` and name.
-        freeze: When BatchNorm's statistics are frozen.
+        freeze: Number of rounds, or fraction of all rounds (a float in (0, 1)), after which BatchNorm's running
+            statistics are frozen, and training normalizes with them; None: never.
         aggregate: Combines the uploads.
         weighting: Weights of clients in an average, a :data:`Weighting`.
         server: Optimizer that steps along the aggregated change on the server.
@@ -91,9 +72,8 @@ class Method:
     scope: Scope = field(default_factory=Scope)
     trains: Select = everything
     finetune: int = 0
-    gradient: GradientEstimator | None = None
     rules: tuple[Rule, ...] = ()
-    freeze: Freeze | None = None
+    freeze: int | float | None = None
     aggregate: Aggregation = field(default_factory=Mean)
     weighting: Weighting = "auto"
     server: ServerOptimizer | None = None
@@ -112,7 +92,7 @@ class Method:
         parts: dict[str, Any] = {
             "begin with": None if self.scope.begin is nothing else self.scope.begin,
             "train": None if self.trains is everything else self.trains, "fine-tune": self.finetune,
-            "gradient": self.gradient, "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze,
+            "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze,
             "server": self.server, "pooled": self.pooled, "work": dict(self.work), "optimizer": dict(self.optimizer),
         }  # fmt: skip
         return (
@@ -124,6 +104,10 @@ class Method:
     def __post_init__(self) -> None:
         if self.weighting not in WEIGHTINGS:
             raise unknown_name("weighting", str(self.weighting), WEIGHTINGS)
+        if self.freeze is not None and not (
+            0 < self.freeze < 1 if isinstance(self.freeze, float) else self.freeze >= 0
+        ):
+            raise UsageError(f"switch={self.freeze}: give a number of rounds (an integer) or a fraction in (0, 1)")
         if not isinstance(self.aggregate, Aggregation):
             raise UsageError(
                 f"aggregate={self.aggregate!r} is not an Aggregation: pass a function to with_aggregation instead"
@@ -141,12 +125,12 @@ class Method:
         return " and ".join(dict.fromkeys(self.list_sources(choose))) or otherwise
 
     def list_choosers(self, kind: type) -> tuple[str, ...]:
-        """Return the names of the components that chose a rule, aggregation or gradient estimator of type ``kind``."""
+        """Return the names of the components that chose a rule or aggregation of type ``kind``."""
         return self.list_sources(
-            lambda method: [each for each in (*method.rules, method.aggregate, method.gradient) if type(each) is kind]
+            lambda method: [each for each in (*method.rules, method.aggregate) if type(each) is kind]
         )
 
-    def name_source(self, part: Rule | Aggregation | GradientEstimator) -> str:
+    def name_source(self, part: Rule | Aggregation) -> str:
         """Return the name of the component that last chose a part of this type, for messages; else its class's."""
         named = part.source_method if isinstance(part, Rule) else repr(part).partition("(")[0]
         return (self.list_choosers(type(part)) or (named,))[-1]
@@ -193,10 +177,6 @@ class Method:
     def with_finetuning(self, rounds: int) -> Self:
         """Return the method with models fine-tuned for use; raise :class:`UsageError` if it already fine-tunes."""
         return self._choose("fine-tunes models for use", "finetune", rounds)
-
-    def with_gradient(self, gradient: GradientEstimator) -> Self:
-        """Return the method with a gradient estimator; raise :class:`UsageError` if it already has one."""
-        return self._choose("combines the gradients of samples", "gradient", gradient)
 
     def with_rule(self, rule: Rule) -> Self:
         """Return the method with ``rule`` appended to its rules."""

@@ -32,13 +32,14 @@ from ..utils.state import clone
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .compatibility import check_compatibility, check_rules, select_entries
-from .declarations import Declared
 from .dry_run import check_rounds
 from .method import Method, decides_normalization
+from .network import Loss, Precision, Traits, forward, to_inputs
 from .optimizer import SGD, Optimizer
-from .plan import Loss, Plan, Precision, Traits, forward, to_inputs
+from .plan import Plan
 from .probe import make_batch, probe_network, weigh_outputs
-from .selection import Kind, entries, everything, norm_statistics
+from .rule import Declared
+from .selection import Entry, Kind, entries, everything, norm_statistics
 from .work import Work
 
 
@@ -146,19 +147,20 @@ def prepare(
         raise UsageError(no_training)
     work = resolve_work(method, work or Work(epochs=1), clients)
     plan = Plan(
-        method=method.resolve_weighting(work),
-        module=template, entries=model_entries, initial=initial, loaded=loaded, sent=sent, adopted=adopted,
-        trained=trained, trainable=bare.trained, freeze_from=float("inf"), work=work,
-        optimizer=replace(optimizer, **method.optimizer),
+        label=method.label, method=method.resolve_weighting(work), module=template, entries=model_entries,
+        initial=initial, loaded=loaded, sent=sent, adopted=adopted, trained=trained, trainable=bare.trained,
+        keepers=name_keepers(method, model_entries, loaded), norm_replacers=method.norm_replacers,
+        freeze_from=float("inf"), work=work, optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
     for name, parameter in plan.parameters.items():
         parameter.requires_grad_(name in trained)
     check_rules(plan)
     plan = bind_rules(plan)
-    if method.freeze:
+    if method.freeze is not None:
         select_entries(method, lambda each: each.freeze, lambda: norm_statistics.names(model_entries))
-        plan = replace(plan, freeze_from=method.freeze.rounds(rounds))
+        freeze = method.freeze
+        plan = replace(plan, freeze_from=freeze if isinstance(freeze, int) else int(freeze * rounds + 0.5))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
     plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
@@ -191,13 +193,23 @@ def _make_template(method: Method, network: nn.Module) -> nn.Module:
     return use_fast_convolutions(use_fast_linear(key_dropouts(change_layers(method, network))))
 
 
+def name_keepers(method: Method, entries: tuple[Entry, ...], loaded: frozenset[str]) -> dict[str, str]:
+    """Return the names of the method's components that keep entries on clients, by entry, for messages."""
+    return {
+        entry.name: method.name_sources(lambda each, entry=entry: (each.scope.load(entry), each.scope.send(entry)))  # type: ignore[misc]
+        for entry in entries
+        if entry.name not in loaded
+    }
+
+
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:
     """Return a plan of FedAvg for trial runs of the network; all buffers are entries."""
     found = entries(template, hidden=True)
     tensors = dict(template.named_parameters()) | dict(template.named_buffers())
     names = frozenset(entry.name for entry in found)
     return Plan(
-        method=Method(name=method.name, typed=method.typed, surgery=method.surgery), module=template, entries=found,
+        label=method.label, method=Method(name=method.name, typed=method.typed, surgery=method.surgery),
+        module=template, entries=found,
         initial={entry.name: tensors[entry.name].detach().clone() for entry in found}, loaded=names, sent=names,
         trained=frozenset(name for name in names if tensors[name].requires_grad), freeze_from=float("inf"),
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
@@ -274,7 +286,14 @@ def bind_rules(plan: Plan) -> Plan:
                 "fedshift.Declared(self, ...)"
             )
         rules.append(replace(bound, rule=bound.rule.named(source)))
-    return replace(plan, rules=tuple(rules))
+    names = [type(bound.rule).__name__.lower() for bound in rules]
+    return replace(
+        plan,
+        rules=tuple(
+            replace(bound, name=name if names.count(name) == 1 else f"{number}.{name}")
+            for number, (bound, name) in enumerate(zip(rules, names, strict=True))
+        ),
+    )
 
 
 def _refuse_unsupported(module: nn.Module) -> None:
@@ -456,7 +475,7 @@ def _check_surgery(plan: Plan, sample: Tensor) -> None:
 @torch.no_grad()
 def _check_freezing(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
-    if not plan.method.freeze:
+    if plan.method.freeze is None:
         return
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
     moved = inputs + 0.5 if inputs.is_floating_point() else inputs

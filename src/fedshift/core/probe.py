@@ -22,8 +22,9 @@ from ..utils.random_streams import peek_generators, torch_stream
 from ..utils.state import State, clone
 from ..utils.user_code import describe_error
 from .kernel import client_init, init_client, init_server
+from .network import Traits, compute_outputs, forward, to_inputs, to_memory_format
 from .optimizer import SGD
-from .plan import Plan, Traits, compute_outputs, forward, to_inputs, to_memory_format
+from .plan import Plan
 from .step import client_step_
 
 SAMPLES = 4

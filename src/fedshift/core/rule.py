@@ -1,30 +1,42 @@
-"""Rules: changes of local training and of the server, beyond averaging.
+"""Rules: changes of local training and of the server, beyond averaging, and what their hooks read.
 
-A rule declares its state, trained parameters, reads and uploads in :meth:`Rule.bind`, and acts in the other hooks,
-which do nothing by default. A method holds a tuple of rules, at most one per type; each hook receives the value that
-the previous rule returned. Gradients pass through three stages, independent of the order of composition: terms of the
-client's objective (FedProx, equation 2; FedDyn, Algorithm 1), transformations of the objective's gradient (AGC, whose
-equation 4 bounds an update by the weights), and corrections of the step (SCAFFOLD, Algorithm 1, whose control variates
-are means of the gradients that they correct). In a stage, rules act in the order of their names.
+In: a network to which :meth:`Rule.bind` resolves a rule, and views of a client's round (:class:`Client`), of one of its
+steps (:class:`Step`) and of the server's round (:class:`Server`). Out: a :class:`Declared` that tells all other parts
+what the rule keeps, trains, reads and sends, and what its hooks return. Information that costs or reveals something is
+refused unless the rule declares that it reads it.
+
+A method holds a tuple of rules, at most one per type; each hook receives the value that the previous rule returned.
+Gradients pass through three stages, independent of the order of composition: terms of the client's objective (FedProx,
+equation 2; FedDyn, Algorithm 1), transformations of the objective's gradient (AGC, whose equation 4 bounds an update by
+the weights), and corrections of the step (SCAFFOLD, Algorithm 1, whose control variates are means of the gradients that
+they correct). In a stage, rules act in the order of their names.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from copy import copy
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
+from ..nn.dropout import derive_key, dropout_key
+from ..nn.linear import use_torch_func
+from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
-from ..utils.state import State
-from .contexts import EndContext, FoldContext, Folded, LookContext, LossContext, RoundContext, StepContext
-from .declarations import Declared
+from ..utils.state import State, clone
+from .aggregation import Received
+from .declarations import Phase, Send
+from .network import Loss, Network, compute_features, forward
 from .requirements import Requirements
+from .states import LocalTrainingState, Seen, ServerState
 
-if TYPE_CHECKING:
-    from .plan import Plan
-
-HOOKS = ("start", "personalize", "batch", "outputs", "loss", "gradients", "end", "fold")
+HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
 """The hooks that act; :meth:`Rule.bind` declares."""
 GradientStage = Literal["objective", "transform", "step"]
 GRADIENT_STAGES: tuple[GradientStage, ...] = get_args(GradientStage)
@@ -45,6 +57,8 @@ class Rule:
         gradient_stage: What :meth:`gradients` does: ``objective``: it adds the gradient of a term of the client's
             objective; ``transform``: it transforms that objective's gradient; ``step``: it corrects the result.
         on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Declared.model`.
+        secret: Whether random draws of :meth:`combine_samples` come from the operating system, so that engines must not
+            record or share them.
 
     """
 
@@ -53,6 +67,7 @@ class Rule:
     buffers_alone: ClassVar[bool] = False
     gradient_stage: ClassVar[GradientStage] = "transform"
     on_copies: ClassVar[bool] = False
+    secret: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
@@ -79,53 +94,408 @@ class Rule:
         vars(rule)["_source"] = source
         return rule
 
-    def bind(self, plan: Plan) -> Declared:
-        """Return the rule resolved against a plan whose rules are not bound yet, with its declarations.
+    def bind(self, network: Network) -> Declared:
+        """Return the rule resolved against a network, with its declarations.
 
-        Raise :class:`UsageError`, without the method's name, to refuse the plan.
+        Raise :class:`UsageError`, without the method's name, to refuse the network.
         """
         return Declared(self)
 
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         """Return the client's memory for the round, before local work.
 
         Additional entries, not in :attr:`Declared.memory`, last until :meth:`end`.
         """
         return client.memory
 
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         """Return the client's model, given its loaded and personal entries."""
         return state
 
-    def batch(self, x: Tensor, y: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def batch(self, x: Tensor, y: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         """Return the batch to train on, in the shapes of ``x [B, ...]`` and ``y [B, ...]``."""
         return x, y
 
-    def outputs(self, outputs: Tensor, step: LossContext) -> Tensor:
+    def outputs(self, outputs: Tensor, step: Step) -> Tensor:
         """Return the outputs that the training loss reads, in the shape of ``outputs``, such as calibrated logits.
 
-        They also pass through here in :meth:`LossContext.loss_at`; evaluation reads the network's.
+        They also pass through here in :meth:`Step.loss_at`; evaluation reads the network's.
         """
         return outputs
 
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         """Return the training objective (scalar), given the loss on the batch or the previous rule's objective.
 
         It must depend on ``loss``; to change what the loss is computed from, define :meth:`outputs`.
         """
         return loss
 
-    def gradients(self, grads: State, step: StepContext) -> State:
+    def combine_samples(self, samples: Iterable[State], key: Tensor) -> State:
+        """Return the gradients of a batch, given those of its samples in chunks ``[samples, ...]``, before other hooks.
+
+        ``key``: int64 scalar that keys random draws. Without a rule that defines it, they are the mean over samples.
+        """
+        raise NotImplementedError
+
+    def gradients(self, grads: State, step: Step) -> State:
         """Return the gradients for the optimizer, by name of the model's trained entries.
 
         For a copy (:attr:`on_copies`), names are the model's, too, and ``step.loaded`` is empty.
         """
         return grads
 
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         """Return the client's memory after local work, and its upload: exactly :attr:`Declared.sends`."""
         return client.memory, {}
 
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         """Return the server's memory after a round, and the entries of :attr:`Declared.sets`."""
         return Folded(server.memory)
+
+
+@dataclass(frozen=True, eq=False)
+class Declared:
+    """A rule resolved against a network, and all that it keeps, trains, reads and sends.
+
+    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``. A read that costs or reveals
+    something is refused unless it is declared.
+
+    Args:
+        rule: The rule, configured for the network.
+        name: Name of the rule in checkpoints and uploads, which the plan gives it.
+        memory: State that each client keeps from round to round and never sends.
+        server: State that the server keeps and broadcasts.
+        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
+            are fixed.
+        model: Weights and buffers of another network, under some or all of the model's names. They are trained and
+            decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
+        params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
+        limits: Minimum and maximum of ``params``, which are clamped after each step.
+        buffers: Entries that are neither trained nor sent; :meth:`Rule.loss` may write into them.
+        phases: When parameters are trained.
+        sends: Uploads of every client for the rule in each round: exactly the tensors of :meth:`Rule.end`.
+        sets: Entries of the server that :meth:`Rule.fold` computes, replacing their aggregate.
+        targets: Whether :meth:`Rule.start` reads the targets of all training samples of a client.
+        samples_before_work: Number of distinct samples, the first of the round, on which :meth:`Rule.start` runs the
+            model. A client that uses fewer in the round provides those.
+        features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
+            parameters, so that features are the classifier's input. They come from the pass of the loss.
+        draws: Whether the rule reads ``step.key`` for random draws.
+        entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
+        notices: Sentences that users should read before the rule runs.
+
+    """
+
+    rule: Rule
+    name: str = field(default="", kw_only=True)
+    memory: State = field(default_factory=dict, kw_only=True)
+    server: State = field(default_factory=dict, kw_only=True)
+    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
+    model: State = field(default_factory=dict, kw_only=True)
+    params: State = field(default_factory=dict, kw_only=True)
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict, kw_only=True)
+    buffers: State = field(default_factory=dict, kw_only=True)
+    phases: tuple[Phase, ...] = field(default=(), kw_only=True)
+    sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
+    sets: frozenset[str] = field(default=frozenset(), kw_only=True)
+    targets: bool = field(default=False, kw_only=True)
+    samples_before_work: int = field(default=0, kw_only=True)
+    features: str = field(default="", kw_only=True)
+    draws: bool = field(default=False, kw_only=True)
+    entries: bool = field(default=False, kw_only=True)
+    notices: tuple[str, ...] = field(default=(), kw_only=True)
+
+    @property
+    def on_client(self) -> State:
+        """All entries that a client keeps for the rule."""
+        return {**self.model, **self.params, **self.buffers, **self.memory}
+
+    @cached_property
+    def names(self) -> dict[str, str]:
+        """Names of the rule's own entries in local training, by their names in the rule."""
+        return {entry: f"{self.name}/{entry}" for entry in (*self.model, *self.params, *self.buffers)}
+
+    def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
+        """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
+        own = any(phase.trains == "own" for phase in self.phases)
+        return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
+
+    @property
+    def has_separate_passes(self) -> bool:
+        """Return whether the rule's own parameters are trained in separate passes, where its loss runs."""
+        return any(phase.when != "during" for phase in self.phases)
+
+
+Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
+"""Called with a layer and its inputs, just before the layer runs."""
+
+
+class Owned(NamedTuple):
+    """Current values of the entries that a rule owns on a client; losses differentiate ``model`` and ``params``."""
+
+    model: State
+    params: State
+    buffers: State
+
+
+class View:
+    """Facts that all hooks on a client read; :class:`Client` and :class:`Step` add others.
+
+    ``loaded``: the model's entries as the server sent them. ``memory``: the rule's memory on this client. ``server``:
+    the rule's memory on the server, as broadcast. ``lr``: the model's learning rate in this round; for stacked clients,
+    a scalar tensor.
+    """
+
+    def __init__(self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State) -> None:
+        self.bound, self._network, self._job, self._state = bound, network, job, state
+        self.loaded, self.memory, self.server = job.global_params, job.memory[index], job.server_memory[index]
+        self.lr = job.lr
+
+    @cached_property
+    def own(self) -> Owned:
+        """Current values of the entries that the rule owns."""
+        names, parts = self.bound.names, (self.bound.model, self.bound.params, self.bound.buffers)
+        return Owned(*({entry: self._state[names[entry]] for entry in part} for part in parts))
+
+    @cached_property
+    def params(self) -> State:
+        """Trained entries of the network: the model, or in :meth:`Rule.gradients` possibly a copy."""
+        return {name: self._state[name] for name in self._network.params}
+
+    @cached_property
+    def buffers(self) -> State:
+        """The network's other entries, as they were before the step."""
+        return {name: self._job.rest[name] for name in self._network.buffers}
+
+    def _require(self, declared: object, what: str, declaration: str) -> None:
+        if not declared:
+            raise UsageError(
+                f"{type(self.bound.rule).__name__} reads {what} without declaring it: return "
+                f"Declared(self, {declaration}) from its bind()"
+            )
+
+
+class Client(View):
+    """A client's round, before local work or after it.
+
+    ``round``: rounds done before this one. ``steps``: steps taken in it.
+    """
+
+    def __init__(
+        self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State,
+        seen: Seen | None = None, loss: Loss = nn.functional.cross_entropy,
+    ) -> None:  # fmt: skip
+        super().__init__(network, bound, index, job, state)
+        self.round, self.steps = job.round, job.done - job.start
+        self._seen, self._loss = seen, loss
+
+    @property
+    def targets(self) -> Tensor:
+        """The targets of all training samples, ``[N, ...]``; in :meth:`Rule.start`, with ``targets=True``."""
+        return self._see(self.bound.targets, "targets", "targets=True").targets
+
+    @property
+    def samples(self) -> int:
+        """The number of samples of :meth:`run` and :meth:`loss_at`; all three need ``samples_before_work``."""
+        return len(self._first("samples").x)
+
+    def run(self, hooks: Mapping[str, Hook]) -> None:
+        """Run the round's initial model once, in training mode and without gradients.
+
+        ``hooks``: callables by layer name (``""``: the network), called with the layer and its inputs. Buffers that
+        layers write are discarded.
+        """
+        first, layers = self._first("run"), dict(self._network.module.named_modules())
+        with placed_hooks(layers[name].register_forward_pre_hook(hook) for name, hook in hooks.items()):
+            forward(self._network, clone(self._model), first.x, training=True, key=first.key)
+
+    def loss_at(self, entries: State) -> Tensor:
+        """Return the mean loss of that model in evaluation mode, with ``entries`` replaced."""
+        first = self._first("loss_at")
+        outputs = forward(self._network, clone({**self._model, **entries}), first.x, training=False)
+        return self._loss(outputs, first.y)
+
+    @property
+    def _model(self) -> State:
+        return {name: self._state[name] for name in self._network.initial}
+
+    def _first(self, what: str) -> Seen:
+        count = self.bound.samples_before_work
+        seen = self._see(count, what, "samples_before_work=samples")
+        return seen._replace(x=seen.x[:count], y=seen.y[:count])
+
+    def _see(self, declared: object, what: str, declaration: str) -> Seen:
+        self._require(declared, what, declaration)
+        if self._seen is None:
+            raise UsageError(f"{type(self.bound.rule).__name__} reads {what} outside of start(): read it there")
+        return self._seen
+
+
+class Pass(NamedTuple):
+    """A forward pass of a network on a batch, differentiable in the network's parameters.
+
+    ``x``: inputs ``[B, ...]``. ``y``: targets ``[B, ...]``. ``outputs``: the network's outputs, ``[B, K]`` for
+    classification.
+    """
+
+    x: Tensor
+    y: Tensor
+    outputs: Tensor
+    view: Step
+    read: Mapping[str, Tensor]
+
+    @property
+    def features(self) -> Tensor:
+        """The input of the layer that ``Declared.features`` names."""
+        self.view._require(self.view.bound.features, "features", "features='last'")
+        return self.read[self.view.bound.name]
+
+
+class Step(View):
+    """A local step.
+
+    ``x``: inputs of the batch, ``[B, ...]``. ``y``: its targets, ``[B, ...]``. ``criterion``: the training loss, a
+    function of outputs and targets. ``steps``: number of steps taken in the round, an int64 scalar tensor, which a
+    recorded step can vary.
+    """
+
+    def __init__(self, batch: Batch, index: int, state: State) -> None:
+        super().__init__(batch.network, batch.rules[index], index, batch.job, state)
+        self.x, self.y, self.criterion, self.steps, self._batch = batch.x, batch.y, batch.loss, batch.job.steps, batch
+
+    @property
+    def start(self) -> State:
+        """All entries of the client's model when the round began, loaded and kept ones.
+
+        They are constants under every method: ``step.run(step.start, training=False)`` is a teacher.
+        """
+        return self.loaded | self._job.personal
+
+    @property
+    def key(self) -> Tensor:
+        """The int64 scalar that keys the step's random draws; needs ``draws=True``."""
+        self._require(self.bound.draws, "key", "draws=True")
+        return derive_key(self._batch.key, self.bound.name)
+
+    @property
+    def outputs(self) -> Tensor:
+        """The outputs of the pass that computed the loss; in separate phases, the model runs on demand."""
+        return self._batch.passed[0]
+
+    @property
+    def features(self) -> Tensor:
+        """The input of the layer that ``Declared.features`` names, from the same pass."""
+        return Pass(self.x, self.y, self.outputs, self, self._batch.passed[1]).features
+
+    def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> Pass:
+        """Return the forward pass of the model with ``entries``, on the batch or on the inputs ``x``.
+
+        ``entries`` has all trained entries, and may leave out others, which are copied from the model. It is not
+        copied: layers write into its buffers, but never into the model's. Dropout uses the masks of the model's pass.
+        With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics, and no buffer is
+        written. Raises :class:`UsageError` if a trained entry is missing.
+        """
+        x = self.x if x is None else x
+        with self._batch.mode(training=training), dropout_key(self._batch.key):
+            outputs, features = self._batch.run(self._complete(entries), x)
+        return Pass(x, self.y, outputs, self, features)
+
+    def loss_at(self, entries: State) -> Tensor:
+        """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
+        return self._batch.loss_at(self._complete(entries))
+
+    def gradient_at(self, params: State) -> State:
+        """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
+        with use_torch_func():
+            grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
+        return {name: grad.detach() for name, grad in grads.items()}
+
+    def at(self, params: State, buffers: State | None = None) -> Step:
+        """Return this step with other ``params``; with ``buffers``, of another network, which was not loaded."""
+        step = copy(self)
+        step.params = params
+        if buffers is not None:
+            step.buffers, step.loaded = buffers, {}
+        return step
+
+    def _complete(self, entries: State) -> State:
+        if missing := self.params.keys() - entries.keys():
+            raise UsageError(
+                f"{type(self.bound.rule).__name__} runs a model without {min(missing)!r}, which is trained: give all "
+                "trained entries: step.start | entries for the client's model when the round began (a teacher), or "
+                "step.params | entries for the model in training"
+            )
+        return entries
+
+
+class Batch:
+    """The batch of a step, on which rules run networks; ``params``: where the objective is computed."""
+
+    def __init__(
+        self, network: Network, rules: Sequence[Declared], layers: Mapping[str, nn.Module], loss: Loss,
+        job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor,
+    ) -> None:  # fmt: skip
+        self.network, self.rules, self._layers, self.loss, self.job = network, rules, layers, loss, job
+        self._params, self.x, self.y, self.key = params, x, y, key
+
+    @cached_property
+    def passed(self) -> tuple[Tensor, dict[str, Tensor]]:
+        """Outputs, and features by rule, of the pass that computed the loss, which runs on demand."""
+        with dropout_key(self.key):
+            return self.run(self._params, self.x)
+
+    def run(self, entries: State, x: Tensor, *, in_place: bool | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return outputs and features by rule; ``entries``: not copied, completed by copies of the model's others."""
+        rest = self.job.rest
+        model = {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
+        return compute_features(self.network, model, x, self._layers, in_place=in_place)
+
+    def change_outputs(self, passed: tuple[Tensor, dict[str, Tensor]], state: State) -> Tensor:
+        """Return the outputs of a pass after every rule's :meth:`Rule.outputs`; ``state``: all entries."""
+        there = copy(self)
+        for index, bound in enumerate(self.rules):
+            if type(bound.rule).outputs is not Rule.outputs:
+                there.passed = passed
+                passed = bound.rule.outputs(passed[0], Step(there, index, state)), passed[1]
+        return passed[0]
+
+    def loss_at(self, entries: State) -> Tensor:
+        """Return the loss on the batch of the model with ``entries``."""
+        outputs = self.change_outputs(self.run(entries, self.x), {**self._params, **self.job.rest, **entries})
+        return self.loss(outputs, self.y)
+
+    @contextmanager
+    def mode(self, *, training: bool) -> Iterator[None]:
+        """Put the template in another mode inside the block."""
+        self.network.set_mode(training=training, frozen=self.job.frozen)
+        try:
+            yield
+        finally:
+            self.network.set_mode(training=True, frozen=self.job.frozen, first=False)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Server:
+    """The server after a round.
+
+    Args:
+        memory: The rule's memory on the server.
+        uploads: What clients sent for the rule, in the order of their names.
+        received: The clients' rounds, in the same order.
+        network: The network.
+        server: The server before the round.
+
+    """
+
+    memory: State
+    uploads: Sequence[State]
+    received: Sequence[Received]
+    network: Network
+    server: ServerState
+
+
+class Folded(NamedTuple):
+    """The rule's memory on the server, and the server's entries that the rule computes."""
+
+    memory: State
+    entries: Mapping[str, Tensor] = MappingProxyType({})

@@ -9,10 +9,10 @@ from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .aggregation import Aggregated, Received
 from .buffers import fit_spectral_norms
-from .contexts import FoldContext
 from .means import StreamingMean, SummedUploads
 from .mixes import Mixes
 from .plan import Plan
+from .rule import Server
 from .shares import bound_shares
 from .states import ServerState, Update
 
@@ -166,7 +166,7 @@ def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) ->
     for index in plan.defines("fold"):
         uploads = [each.update.memory[index] for each in received]
         visible = received if plan.rules[index].entries else withheld
-        context = FoldContext(memory=memory[index], uploads=uploads, received=visible, plan=plan, server=server)
+        context = Server(memory=memory[index], uploads=uploads, received=visible, network=plan, server=server)
         folded = plan.rules[index].rule.fold(context)
         memory[index] = folded.memory
         computed |= folded.entries

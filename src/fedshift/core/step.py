@@ -1,15 +1,14 @@
 """A step of local work: the objective on a batch, its gradients, and the optimizer's update, each modified by rules.
 
-A step is ``compute_gradients`` (of ``compute_objective``, then modified by rules in ``transform_gradients``) followed
-by ``update_``. All of them work under ``torch.vmap``, so that an engine can run many clients in one tensor program.
+In: a job and a batch. Out: the job one step further, and the loss. A step is ``compute_gradients`` (of
+``compute_objective``, then modified by rules in ``transform_gradients``) followed by ``update_``. All of them work
+under ``torch.vmap``, so that an engine can run many clients in one tensor program.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,37 +17,13 @@ from ..nn.dropout import derive_key, draw_bits, dropout_key
 from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
-from .contexts import ForwardPass, LossContext, Owned, StepContext
-from .plan import Plan, Updated, compute_features, to_memory_format
+from .network import compute_features, to_memory_format
+from .plan import Plan, Updated
+from .rule import Batch, Step
 from .states import LocalTrainingState
 
 SAMPLE_GRADIENTS = 2**27
 """Maximum size, in bytes, of the gradients of single samples in memory at a time."""
-
-
-def client_facts(plan: Plan, job: LocalTrainingState, index: int, state: State) -> dict[str, Any]:
-    """Return the fields of the :class:`ClientContext` of the rule at ``index``; ``state``: all current entries."""
-    own, names = plan.rules[index], plan.own_names[index]
-    parts = ({entry: state[names[entry]] for entry in part} for part in (own.model, own.params, own.buffers))
-    return {
-        "bound": plan.rules[index],
-        "loaded": job.global_params,
-        "memory": job.memory[index],
-        "own": Owned(*parts),
-        "server": job.server_memory[index],
-        "lr": job.lr,
-    }
-
-
-def _step_facts(plan: Plan, job: LocalTrainingState, index: int, state: State, key: Tensor) -> dict[str, Any]:
-    """Return the fields of the :class:`StepContext` of the rule at ``index``."""
-    return client_facts(plan, job, index, state) | {
-        "params": {name: state[name] for name in plan.params},
-        "buffers": {name: job.rest[name] for name in plan.buffers},
-        "steps": job.steps,
-        "_personal": job.personal,
-        "_key": derive_key(key, plan.rule_names[index]) if plan.rules[index].draws else key,
-    }
 
 
 def list_updates(plan: Plan, job: LocalTrainingState) -> tuple[Updated, ...]:
@@ -81,85 +56,27 @@ def compute_objective(
     rest = clone(job.rest)
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
+    batch = _make_batch(plan, job, params, x, y, key)
     with dropout_key(key):
         for index in plan.defines("batch"):
-            facts = _step_facts(plan, job, index, {**params, **job.rest}, key)
-            x, y = plan.rules[index].rule.batch(x, y, StepContext(**facts))
-        batch = _Batch(plan, job, params, x, y, key)
+            step = Step(batch, index, {**params, **job.rest})
+            batch.x, batch.y = plan.rules[index].rule.batch(batch.x, batch.y, step)
         if job.separate_phase:
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
-            batch.passed = compute_features(plan, model, x, in_place=in_place)
+            passed = compute_features(plan, model, batch.x, plan.feature_layers, in_place=in_place)
             rest |= {name: model[name] for name in rest if name in model}
-            batch.passed = batch.change_outputs(*batch.passed, state)
-            total = loss = plan.loss(batch.passed[0], y)
+            batch.passed = batch.change_outputs(passed, state), passed[1]
+            total = loss = plan.loss(batch.passed[0], batch.y)
         for index in plan.defines("loss"):
             separate = plan.rules[index].has_separate_passes
             if job.separate_phase[0] == index if job.separate_phase else not separate:
-                total = plan.rules[index].rule.loss(total, batch.make_context(index, state))
+                total = plan.rules[index].rule.loss(total, Step(batch, index, state))
     return total, loss, rest
 
 
-class _Batch:
-    """The batch of a step, on which rules run networks."""
-
-    def __init__(self, plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor) -> None:
-        self._plan, self._job, self._params, self._x, self._y, self._key = plan, job, params, x, y, key
-        self.passed: tuple[Tensor, dict[int, Tensor]] | None = None
-
-    def make_context(self, index: int, state: State) -> LossContext:
-        """Return the context of the rule at ``index``; ``state``: all entries, with buffers written in this step."""
-        return LossContext(
-            **_step_facts(self._plan, self._job, index, state, self._key),
-            x=self._x,
-            y=self._y,
-            criterion=self._plan.loss,
-            _make_pass=partial(self._make_pass, index),
-            _run=partial(self._run, index),
-            _loss_at=self._loss_at,
-        )
-
-    def _fill(self, entries: State) -> State:
-        """Complete ``entries``, which are not copied, by copies of the model's buffers and untrained parameters."""
-        rest = self._job.rest
-        return {name: entries[name] if name in entries else rest[name].clone() for name in self._plan.initial}
-
-    def change_outputs(
-        self, outputs: Tensor, features: dict[int, Tensor], state: State
-    ) -> tuple[Tensor, dict[int, Tensor]]:
-        """Return a pass with the outputs that rules return; ``state``: all entries, including the network's."""
-        passed = self.passed
-        for index in self._plan.defines("outputs"):
-            self.passed = outputs, features
-            outputs = self._plan.rules[index].rule.outputs(outputs, self.make_context(index, state))
-        self.passed = passed
-        return outputs, features
-
-    def _loss_at(self, entries: State) -> Tensor:
-        model = self._fill(entries)
-        passed = compute_features(self._plan, model, self._x)
-        outputs, _ = self.change_outputs(*passed, {**self._params, **self._job.rest, **model})
-        return self._plan.loss(outputs, self._y)
-
-    def _run(self, index: int, entries: State, x: Tensor, *, training: bool) -> ForwardPass:
-        self._plan.set_mode(training=training, frozen=self._job.frozen)
-        try:
-            with dropout_key(self._key):
-                result = compute_features(self._plan, self._fill(entries), x)
-        finally:
-            self._plan.set_mode(training=True, frozen=self._job.frozen, first=False)
-        return self._wrap(index, x, result)
-
-    def _make_pass(self, index: int) -> ForwardPass:
-        if self.passed is None:
-            with dropout_key(self._key):
-                self.passed = compute_features(self._plan, self._fill(self._params), self._x)
-        return self._wrap(index, self._x, self.passed)
-
-    def _wrap(self, index: int, x: Tensor, result: tuple[Tensor, dict[int, Tensor]]) -> ForwardPass:
-        outputs, features = result
-        bound = self._plan.rules[index]
-        return ForwardPass(bound=bound, x=x, y=self._y, outputs=outputs, _features=features.get(index, outputs))
+def _make_batch(plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor) -> Batch:
+    return Batch(plan, plan.rules, plan.feature_layers, plan.loss, job, params, x, y, key)
 
 
 def compute_gradients(
@@ -170,7 +87,7 @@ def compute_gradients(
     For arguments, see :func:`compute_objective`.
     """
     x = to_memory_format(x, plan.image_format)
-    if plan.method.gradient is not None:
+    if plan.estimator:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
     with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
@@ -188,12 +105,12 @@ def compute_gradients(
 def combine_samples(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
 ) -> tuple[State, State, Tensor]:
-    """Return the batch gradient by ``Method.gradient``, ``rest`` unchanged, and the mean data loss. Pure.
+    """Return the batch gradient by :meth:`Rule.combine_samples`, ``rest`` unchanged, and the mean data loss. Pure.
 
     For arguments, see :func:`compute_objective`. Each sample is a separate batch with a separate key; buffers written
     by its forward pass are discarded. ``SAMPLE_GRADIENTS`` limits the number of samples differentiated at a time.
     """
-    assert plan.method.gradient is not None
+    assert plan.estimator
 
     def objective(params: State, x: Tensor, y: Tensor, key: Tensor) -> Tensor:
         return compute_objective(plan, job, {**job.params, **params}, x[None], y[None], key)[0]
@@ -212,7 +129,7 @@ def combine_samples(
             yield grads
 
     with use_torch_func():
-        grads = plan.method.gradient.combine(differentiate(), derive_key(key, "gradient estimator"))
+        grads = plan.estimator.combine_samples(differentiate(), derive_key(key, "gradient estimator"))
     return grads, job.rest, torch.cat(losses).mean()
 
 
@@ -222,20 +139,20 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
     A rule with :attr:`Rule.on_copies` also transforms the gradients of other rules' ``Declared.model``; no rule changes
     the gradients of other rules' parameters otherwise.
     """
-    state = job.state
+    state, nothing = job.state, torch.empty(0)
+    batch = _make_batch(plan, job, job.params, nothing, nothing, key)
     for index in plan.defines("gradients"):
-        rule, facts = plan.rules[index].rule, _step_facts(plan, job, index, state, key)
+        rule, step = plan.rules[index].rule, Step(batch, index, state)
         changed = pick(grads, plan.trained)
         if changed:
-            changed = rule.gradients(changed, StepContext(**facts | {"params": pick(facts["params"], changed)}))
-        for other, bound in enumerate(plan.rules) if rule.on_copies else ():
-            names = {entry: plan.own_names[other][entry] for entry in bound.model}
-            copy_grads = {entry: grads[name] for entry, name in names.items() if name in grads}
-            if copy_grads:
+            changed = rule.gradients(changed, step.at({name: state[name] for name in changed}))
+        for other in plan.rules if rule.on_copies else ():
+            names = {entry: other.names[entry] for entry in other.model}
+            of_copy = {entry: grads[name] for entry, name in names.items() if name in grads}
+            if of_copy:
                 copy = {entry: state[name] for entry, name in names.items()}
-                rest = {entry: tensor for entry, tensor in copy.items() if entry not in copy_grads}
-                at_copy = StepContext(**facts | {"params": pick(copy, copy_grads), "buffers": rest, "loaded": {}})
-                changed |= {names[entry]: grad for entry, grad in rule.gradients(copy_grads, at_copy).items()}
+                there = step.at(pick(copy, of_copy), pick(copy, copy.keys() - of_copy.keys()))
+                changed |= {names[entry]: grad for entry, grad in rule.gradients(of_copy, there).items()}
         grads = grads | changed
     return grads
 
@@ -246,9 +163,10 @@ def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samp
         optimizer = plan.optimizer if each.decay else replace(plan.optimizer, weight_decay=0.0)
         optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:
-            for entry, bounds in plan.rules[each.rule].limits.items():
-                values = job.params[plan.own_names[each.rule][entry]]
-                values.copy_(values.clamp(*bounds))  # clamp_ has no batching rule
+            bound = plan.rules[each.rule]
+            for entry, limits in bound.limits.items():
+                values = job.params[bound.names[entry]]
+                values.copy_(values.clamp(*limits))  # clamp_ has no batching rule
     if job.separate_phase:
         return replace(job, rest=rest)
     return replace(job, rest=rest, done=job.done + 1, samples=job.samples + samples)

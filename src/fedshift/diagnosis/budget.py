@@ -113,7 +113,7 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
     and both are extrapolated from a single step. Raises :class:`UsageError` if the method does not suit the data or the
     model, or cannot be continued for more rounds.
     """
-    if method.freeze and isinstance(method.freeze.after, float):
+    if isinstance(method.freeze, float):
         raise UsageError(
             f"{method.label} freezes after a share of all rounds, and a search extends the number of rounds: give a "
             "number of rounds, such as fixbn(switch=10)"

@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils import flop_counter
 
-from ..core.plan import Plan, forward
+from ..core.network import forward
+from ..core.plan import Plan
 from ..nn.linear import FastLinear, make_products, set_products, use_fast_linear, use_torch_linear
 from ..nn.recognition import placed_hooks
 from ..utils.allocator import keep_freed_memory

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import Plan, forward
+from ..core.network import forward
+from ..core.plan import Plan
 from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation

@@ -15,7 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..core.plan import Plan, forward
+from ..core.network import forward
+from ..core.plan import Plan
 from ..core.states import LocalTrainingState
 from ..core.step import compute_gradients
 from ..nn.recognition import placed_hooks

@@ -17,8 +17,9 @@ from typing_extensions import override
 from ..core.kernel import client_init, init_client, init_server
 from ..core.loss import Loss
 from ..core.means import StreamingMean, SummedUploads
+from ..core.network import compute_outputs, to_memory_format
 from ..core.optimizer import SGD
-from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.plan import Plan
 from ..core.probe import find_difference
 from ..core.states import ClientState, LocalTrainingState, ServerState, Update
 from ..core.step import client_step_, update_
@@ -44,7 +45,7 @@ class Identity(Engine):
             return f"needs exactly one step per client and round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"needs SGD that is reset each round, not {plan.optimizer}"
-        changes = method.rules or method.gradient is not None or not method.aggregate.sums
+        changes = method.rules or not method.aggregate.sums
         if changes or plan.personal or plan.initial.keys() != plan.sent:
             return f"needs a method that only averages complete models, which {method.label} does not"
         return find_exchange(plan) or plan.verdict("identity", lambda: _try_union(plan, data))

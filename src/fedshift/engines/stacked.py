@@ -103,14 +103,14 @@ class Stacked(Engine):
         self.width = count_lanes(self.plan, self.data, len(self.data), self._shared)
         self._stepper = Stepper(self.plan, self._shared)
         self._whole = _WholeBatches()
-        self._is_summed = not self.separate_uploads and self.plan.lanes_alike and sums_suffice(self.plan)
+        alike = self.plan.clients_differ_only_in_entries and sums_suffice(self.plan)
+        self._is_summed = alike and not self.separate_uploads
 
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
-        gradient = plan.method.gradient
-        if gradient is not None and gradient.secret:
-            source = plan.method.name_source(gradient)
+        if plan.estimator and plan.estimator.secret:
+            source = plan.estimator.source_method
             return f"cannot run {plan.method.label}: its lanes would share the secret draws of {source}"
         if isinstance(plan.optimizer, TorchOptimizer):
             return f"cannot run {plan.optimizer}: torch's own optimizers step one client at a time"
@@ -168,7 +168,7 @@ class Stacked(Engine):
 
     def _load(self, server: ServerState, lanes: Sequence[_Lane]) -> tuple[LocalTrainingState, Stack]:
         """Return the first lane's job, for the state common to all lanes, and the stack of all lanes."""
-        if not self.plan.lanes_alike:
+        if not self.plan.clients_differ_only_in_entries:
             jobs = [self._load_lane(broadcast(server, lane.name), lane) for lane in lanes]
             return jobs[0], _stack_jobs(self.plan, jobs)
         first = load_state(self.plan, lanes[0].client, server)
@@ -236,7 +236,7 @@ class Stacked(Engine):
             together: dict[tuple[int, int], list[int]] = {}
             for number, turn in enumerate(turns):
                 if at < len(turn):
-                    kind = turn[at][1].shape[0], len(lanes[number].batches) if self.plan.paced else 0
+                    kind = turn[at][1].shape[0], len(lanes[number].batches) if self.plan.phases_need_step_count else 0
                     together.setdefault(kind, []).append(number)
             for (_, planned), members in together.items():
                 yield at, planned, members
@@ -415,11 +415,11 @@ def find_shared(plan: Plan, data: Data) -> frozenset[str]:
     mean gradient, which one pass computes without per-lane copies. Empty if steps differ, or if ``torch.vmap`` cannot
     run the network with parameters without lanes, which is tested by one step.
     """
-    same = not plan.defines("gradients") and plan.method.gradient is None and not (plan.before or plan.after)
+    same = not plan.defines("gradients") and plan.estimator is None and not (plan.before or plan.after)
     linear = isinstance(plan.optimizer, SGD) and not plan.optimizer.keep and same
     once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
     shared = frozenset(entry.name for entry in plan.entries if not entry.is_buffer) & plan.loaded
-    if not (once and linear and plan.lanes_alike and sums_suffice(plan) and shared & plan.trained):
+    if not (once and linear and plan.clients_differ_only_in_entries and sums_suffice(plan) and shared & plan.trained):
         return frozenset()
     return shared if _can_step(plan, data, shared) else frozenset()
 
@@ -438,7 +438,7 @@ def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
 
     These are weights of large linear layers that all lanes load and call once, on vectors, which is tested by one step.
     """
-    if not (plan.lanes_alike and sums_suffice(plan)):
+    if not (plan.clients_differ_only_in_entries and sums_suffice(plan)):
         return frozenset()
     fewest = sizes_of_round(plan, min(map(len, data.values())))
     chosen = choose_held(plan, plan.loaded & plan.trained, fewest)
@@ -452,7 +452,7 @@ def choose_held(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> dict
     plain SGD in full precision and no rule reads weights; each has the products that its layer computes with oneDNN.
     """
     reads = any(map(plan.defines, ("batch", "outputs", "loss")))
-    if max(sizes, default=FEW + 1) > FEW or reads or plan.autocast or not plan.subtracts:
+    if max(sizes, default=FEW + 1) > FEW or reads or plan.autocast or not plan.is_plain_sgd:
         return {}
     layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
     shapes = {name: plan.initial[name].shape for name in names}
@@ -595,7 +595,7 @@ def _write_rows(stack: Stack, changed: Stack, index: Tensor) -> Stack:
 
 def _is_finite(plan: Plan, stack: Stack) -> bool:
     """Return whether all trained parameters and statistics are finite, by their sums."""
-    names = plan.whole.union(*({own[each] for each in own.keys() & plan.whole} for own in plan.own_names))
+    names = plan.whole.union(*({bound.names[each] for each in bound.model.keys() & plan.whole} for bound in plan.rules))
     tensors = [drop_equal(tensor) for state in stack[:2] for name, tensor in state.items() if name not in names]
     sums = [tensor.sum() for tensor in tensors if tensor.is_floating_point()]
     return bool(torch.stack([value.double() for value in sums]).isfinite().all())

@@ -75,7 +75,7 @@ class Stepper:
             lanes = weights, rest, optimizer, *memory
             grads, rest, loss = self._differentiate(job, lanes, x, y, keys, recorded=recorded, held=held)
         with timed_section("update"):
-            if self.plan.subtracts and not job.separate_phase:
+            if self.plan.is_plain_sgd and not job.separate_phase:
                 _subtract_(params, grads, job.lr, held)
             elif self._elementwise:
                 parts = params, stack[1], optimizer, *memory
@@ -96,7 +96,7 @@ class Stepper:
         with timed_section("forward and backward"):
             sums, rest, loss = self._differentiate(job, (params, before, *stack[2:]), x, y, keys, recorded=True)
         with timed_section("update"):
-            if self.plan.subtracts:
+            if self.plan.is_plain_sgd:
                 rates = {n: job.lr / len(x) if n in shared else job.lr for n in params}
                 params = {n: t.sub(sums[n], alpha=rates[n]) if n in sums else t for n, t in params.items()}  # type: ignore[arg-type]
             else:
@@ -155,7 +155,7 @@ class Stepper:
         if recorded and not job.separate_phase:
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
             kind = shapes, job.frozen, list_updates(self.plan, job)
-            factored = self.plan.subtracts and not (self._shared or self._rules_act)
+            factored = self.plan.is_plain_sgd and not (self._shared or self._rules_act)
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
                     made = Tape(run, inputs, factored=lambda: len(trained) if factored else 0)
@@ -197,7 +197,7 @@ def _compute_lanes(
         return total, loss, after, {name: weight.input for name, weight in weights.items()}
 
     params, rest, loaded, *memory = parts
-    if plan.method.gradient is not None:
+    if plan.estimator:
 
         def combine(
             params: State, rest: State, loaded: State, memory: Stack, *batch: Tensor

@@ -15,8 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.contexts import Hook
-from ..core.plan import Plan, compute_outputs, to_memory_format
+from ..core.network import compute_outputs, to_memory_format
+from ..core.plan import Plan
+from ..core.rule import Hook
 from ..core.selection import batch_norm, norm_layers
 from ..core.work import Work
 from ..data.patches import list_starts

@@ -12,6 +12,7 @@ from ..core.method import Method
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.preparation import prepare
+from ..core.rule import Rule
 from ..core.selection import (
     Entry,
     batch_norm,
@@ -33,7 +34,7 @@ from ..utils.state import nbytes, pick
 
 def downlink_bytes(plan: Plan, server: ServerState) -> int:
     """Return the bytes that one client receives in a round: entries, and the rules' server memory."""
-    return nbytes(pick(server.shared, plan.received)) + sum(map(nbytes, server.memory))
+    return nbytes(pick(server.shared, plan.downloaded)) + sum(map(nbytes, server.memory))
 
 
 def uplink_bytes(update: Update) -> int:
@@ -85,7 +86,7 @@ def _list_entries(plan: Plan) -> Iterator[Disclosure]:
             alone = (passed_on or entry.kind == "state") and entry.name not in made
             loaded = "each" if alone else "all"
             send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, made))[entry.name]
-            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.received else "server")
+            yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.downloaded else "server")
 
 
 def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
@@ -138,7 +139,8 @@ class Capabilities:
 
 def find_capabilities(method: Method) -> Capabilities:
     """Derive the properties of ``method``, which may be a custom one."""
-    refuses = method.gradient is not None and not method.surgery
+    by_sample = any(type(rule).combine_samples is not Rule.combine_samples for rule in method.rules)
+    refuses = by_sample and not method.surgery
     model, optimizer = (fnn2 if refuses else small_cnn)((1, 8, 8), 10), SGD(lr=0.1)
     plan = prepare(method, model, optimizer=optimizer)
     summary, fedavg = (

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.kernel import global_state
-from ..core.plan import Plan, forward
+from ..core.network import forward
+from ..core.plan import Plan
 from ..core.states import ServerState
 from ..data.federation import ClientData, Federation
 from ..data.patches import slide

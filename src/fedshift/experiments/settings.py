@@ -18,8 +18,9 @@ from ..config.spec import AUTO, Spec, TrialSpec
 from ..core.compatibility import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
+from ..core.network import forward, to_inputs
 from ..core.optimizer import SGD, Optimizer
-from ..core.plan import Plan, forward, to_inputs
+from ..core.plan import Plan
 from ..core.preparation import prepare
 from ..core.work import Work
 from ..data.augmentation import Augmentation

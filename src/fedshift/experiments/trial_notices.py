@@ -41,7 +41,7 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
-    if mechanism := find_mechanism((trial.plan.method.gradient,)):
+    if mechanism := find_mechanism(trial.plan.method.rules):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
     elsewhere = any(rule.personalizes == "start" and not rule.buffers_alone for rule in plan.method.rules)
@@ -130,7 +130,7 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
         drawn = trial.participants
         share = 1.0 if isinstance(settings.participation, str) else drawn / len(trial.clients)  # turns are known
         yield f"{method.label}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
-    if mechanism := find_mechanism((method.gradient,)):
+    if mechanism := find_mechanism(method.rules):
         yield f"{method.label}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
 
 

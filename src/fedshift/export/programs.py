@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.plan import to_memory_format
+from ..core.network import to_memory_format
 from ..data.preparation import Preparation
 from ..nn.several_inputs import call_with
 from ..tasks import CLASSIFICATION, Task

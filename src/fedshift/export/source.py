@@ -125,7 +125,7 @@ def make_model(
     :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
-    if schema.preparation.usual is None and tests and not find_mechanism((method.gradient, method.aggregate)):
+    if schema.preparation.usual is None and tests and not find_mechanism((*method.rules, method.aggregate)):
         trained = replace(data, clients=(owner,)) if facts["client"] else data
         usual = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
         schema = replace(schema, preparation=replace(schema.preparation, measured=usual))

@@ -13,11 +13,9 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import StepContext
-from ..core.declarations import Declared
 from ..core.method import Method, modifier
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Declared, Rule, Step
 from ..core.selection import last_layers
 from ..utils.errors import require
 from ..utils.state import State
@@ -41,10 +39,10 @@ class Clipping(Rule):
     on_copies = True
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        left_out = frozenset() if self.classifier else last_layers(1).names(plan.entries)
-        bound = replace(self, names=frozenset(entry.name for entry in plan.entries) - left_out)
-        return Declared(bound, notices=tuple(bound._warn(plan.method.label, plan.work.batch_size, plan.params)))
+    def bind(self, network: Network) -> Declared:
+        left_out = frozenset() if self.classifier else last_layers(1).names(network.entries)
+        bound = replace(self, names=frozenset(entry.name for entry in network.entries) - left_out)
+        return Declared(bound, notices=tuple(bound._warn(network.label, network.work.batch_size, network.params)))
 
     def _warn(self, method: str, batch_size: int | None, params: State) -> Iterator[str]:
         if batch_size is not None and batch_size <= SMALL_BATCH:
@@ -61,7 +59,7 @@ class Clipping(Rule):
             )
 
     @override
-    def gradients(self, grads: State, step: StepContext) -> State:
+    def gradients(self, grads: State, step: Step) -> State:
         return {
             name: _adaptive_clip_grad(grad, step.params[name], self.clip) if name in self.names else grad
             for name, grad in grads.items()

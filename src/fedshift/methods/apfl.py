@@ -11,12 +11,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LossContext, Owned, RoundContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Owned, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
 
@@ -32,18 +30,18 @@ class Mixture(Rule):
     requires = Requirements(shared_entries="APFL mixes each client's model with the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        bound = replace(self, buffers=frozenset(entry.name for entry in plan.entries if entry.is_buffer))
-        alpha = {"alpha": next(iter(plan.params.values())).new_full((), self.alpha)} if self.learned else {}
-        return Declared(bound, model=plan.initial, params=alpha, limits=dict.fromkeys(alpha, (0.0, 1.0)))
+    def bind(self, network: Network) -> Declared:
+        bound = replace(self, buffers=frozenset(entry.name for entry in network.entries if entry.is_buffer))
+        alpha = {"alpha": next(iter(network.params.values())).new_full((), self.alpha)} if self.learned else {}
+        return Declared(bound, model=network.initial, params=alpha, limits=dict.fromkeys(alpha, (0.0, 1.0)))
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         shared = {name: tensor.detach() for name, tensor in step.params.items()} | step.buffers
         return loss + step.loss_at(self._mix(shared, step.own))
 
     @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         return self._mix(state, client.own)
 
     def _mix(self, shared: State, own: Owned) -> State:

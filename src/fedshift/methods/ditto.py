@@ -10,12 +10,11 @@ from dataclasses import dataclass
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LossContext, RoundContext
-from ..core.declarations import Declared, Phase
+from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step
 from ..utils.errors import UsageError, require
 from ..utils.state import State
 
@@ -30,18 +29,18 @@ class PersonalModel(Rule):
     requires = Requirements(shared_entries="Ditto keeps each client's model near the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
+    def bind(self, network: Network) -> Declared:
         after = (Phase(when="after", epochs=self.epochs),) if self.epochs else ()
-        return Declared(self, model=plan.initial, phases=after)
+        return Declared(self, model=network.initial, phases=after)
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         personal, near = step.own.model, [name for name in step.params if name in step.loaded]
         distance = sum((personal[name] - step.loaded[name]).square().sum() for name in near)
         return loss + step.loss_at(personal) + self.lam / 2 * distance
 
     @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         return {name: client.own.model[name] for name in state}
 
 

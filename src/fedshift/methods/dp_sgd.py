@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.gradient import GradientEstimator
 from ..core.method import Method, method
+from ..core.rule import Rule
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal
@@ -26,7 +26,7 @@ from ..utils.state import State
 
 
 @dataclass(frozen=True)
-class PrivateGradients(GradientEstimator):
+class PrivateGradients(Rule):
     """The mean of gradients clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
     ``delta``: the delta for which epsilon is accounted. ``secret``: whether the operating system draws the noise, and
@@ -46,22 +46,22 @@ class PrivateGradients(GradientEstimator):
             )
 
     @override
-    def combine(self, parts: Iterable[State], key: Tensor) -> State:
+    def combine_samples(self, samples: Iterable[State], key: Tensor) -> State:
         total: State = {}
-        samples = 0
-        for grads in parts:
+        count = 0
+        for grads in samples:
             squares = [grad.reshape(len(grad), -1).square().sum(dim=1) for grad in grads.values()]
             norms_B = torch.stack(squares).sum(dim=0).sqrt()
             factors_B = self.clipping_norm / norms_B.clamp(min=self.clipping_norm)
             clipped = {name: torch.tensordot(factors_B, grad, dims=1) for name, grad in grads.items()}
             total = {name: total[name] + grad for name, grad in clipped.items()} if total else clipped
-            samples += len(norms_B)
+            count += len(norms_B)
         if self.noise_multiplier:
             sizes = [grad.numel() for grad in total.values()]
             scale = self.noise_multiplier * self.clipping_norm
             noise = dict(zip(total, torch.split(self._draw_noise(sum(sizes), key), sizes), strict=True))
             total = {name: grad + scale * noise[name].reshape(grad.shape).to(grad) for name, grad in total.items()}
-        return {name: grad / samples for name, grad in total.items()}
+        return {name: grad / count for name, grad in total.items()}
 
     def _draw_noise(self, count: int, key: Tensor) -> Tensor:
         """Return ``count`` standard normal draws, float64."""
@@ -87,4 +87,4 @@ def dp_sgd(
             reproduce. Epsilon holds only in this case; otherwise anyone who knows the seed can subtract the noise.
 
     """
-    return base.with_gradient(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))
+    return base.with_rule(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import ClientContext, EndContext, LossContext, RoundContext
-from ..core.declarations import Declared, Phase
+from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step, View
 from ..core.selection import parse_selection
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
@@ -36,33 +35,33 @@ class LocalAggregation(Rule):
     requires = Requirements(shared_entries="FedALA learns weights for adopting the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        names = parse_selection(self.layers).names(plan.entries)
-        if not names & plan.loaded:
-            raise plan.refuse_kept(self.requires.shared_entries, names)
-        top = pick(plan.params, names)
+    def bind(self, network: Network) -> Declared:
+        names = parse_selection(self.layers).names(network.entries)
+        if not names & network.loaded:
+            raise network.refuse_kept(self.requires.shared_entries, names)
+        top = pick(network.params, names)
         ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
-        begun = next(iter(plan.params.values())).new_zeros((), dtype=torch.bool)
+        begun = next(iter(network.params.values())).new_zeros((), dtype=torch.bool)
         memory = {"begun": begun} | add_prefix("last", top)
         before = Phase(when="before", epochs=self.epochs, lr_scale=self.lr_scale)
         limits = dict.fromkeys(ones, (0.0, 1.0))
         return Declared(self, params=ones, limits=limits, memory=memory, phases=(before,))
 
     @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         return state | self._mix(client)
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         fixed = {name: tensor.detach() for name, tensor in step.params.items()}
         return loss + step.loss_at(fixed | self._mix(step))
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         last = pick(client.params, client.own.params)
         return {"begun": torch.ones_like(client.memory["begun"])} | add_prefix("last", last), {}
 
-    def _mix(self, client: ClientContext) -> State:
+    def _mix(self, client: View) -> State:
         """Return the client's top layers, interpolated between its previous ones and the shared ones."""
         mixed, last = {}, entries_under("last", client.memory)
         for name, weight in client.own.params.items():

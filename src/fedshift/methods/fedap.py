@@ -20,7 +20,7 @@ from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..core.states import ServerState
 from ..utils.errors import require
@@ -42,8 +42,8 @@ class StatisticsMix(Aggregation):
     mixes = True
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        layers = _find_layers(plan)
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        layers = _find_layers(network)
         entries = frozenset(name for layer in layers for name in layer)
         present = [each.client for each in received]
         kept = server.kept | join_states(present, (pick(each.entries, entries) for each in received))
@@ -63,9 +63,9 @@ class StatisticsMix(Aggregation):
         return {client: {"": weights.clone()} for client, weights in zip(clients, weights_NK, strict=True)}
 
 
-def _find_layers(plan: Plan) -> list[tuple[str, str]]:
+def _find_layers(network: Network) -> list[tuple[str, str]]:
     """Return the names of the running mean and variance of each BatchNorm layer whose statistics clients send."""
-    sent = [entry for entry in plan.entries if norm_statistics(entry) and entry.name in plan.sent]
+    sent = [entry for entry in network.entries if norm_statistics(entry) and entry.name in network.sent]
     means, variances = ([entry.name for entry in sent if entry.kind == kind] for kind in ("mean", "variance"))
     return list(zip(means, variances, strict=True))
 

@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
 from ..core.states import ServerState
 from ..utils.errors import UsageError
@@ -46,11 +46,11 @@ class CriticalMix(Aggregation):
     mixes = True
 
     @override
-    def bind(self, plan: Plan) -> Self:
-        return replace(self, names=tuple(sorted(plan.trained & plan.loaded & plan.sent)))
+    def bind(self, network: Network) -> Self:
+        return replace(self, names=tuple(sorted(network.trained & network.loaded & network.sent)))
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         kept, present = dict(server.kept), [each.client for each in received]
         for each in received:
             loaded = server.shared | (server.mixes.mix(each.client) if server.mixes else {})

@@ -25,13 +25,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError, require
@@ -104,20 +103,22 @@ class SentAmplitudes(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        if any(isinstance(entry.owner, AmplitudeNorm) for entry in plan.entries):
+    def bind(self, network: Network) -> Declared:
+        if any(isinstance(entry.owner, AmplitudeNorm) for entry in network.entries):
             raise UsageError(
                 "feddg_elcfs trains on amplitudes of other clients' images, but harmofl gives all images the same: use "
                 "one of the two"
             )
-        first = next((entry.owner for entry in plan.entries if isinstance(entry.owner, _ConvNd)), None)
+        first = next((entry.owner for entry in network.entries if isinstance(entry.owner, _ConvNd)), None)
         if not isinstance(first, nn.Conv2d):
             raise UsageError(
                 "feddg_elcfs mixes amplitudes at the model's first convolution, which must be a Conv2d, but it has "
                 "none: use another method"
             )
         size = 2 * self.frequencies + 1
-        empty = {"amplitudes": next(iter(plan.params.values())).new_zeros(self.observes, first.in_channels, size, size)}
+        empty = {
+            "amplitudes": next(iter(network.params.values())).new_zeros(self.observes, first.in_channels, size, size)
+        }
         return Declared(
             self,
             memory=empty,
@@ -130,7 +131,7 @@ class SentAmplitudes(Rule):
         )
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         measured: State = {}
 
         def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
@@ -142,7 +143,7 @@ class SentAmplitudes(Rule):
         return client.memory | measured
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         others = step.server["amplitudes"]
         if not len(others):
             return loss
@@ -155,7 +156,7 @@ class SentAmplitudes(Rule):
         features = [_resize(each.features, step.y) for each in (step, styled)]
         return loss + self.boundary * _contrast(features, step.y, step.outputs.shape[1], self.tau)
 
-    def _mix(self, x_BCHW: Tensor, others: Tensor, step: LossContext) -> Tensor:
+    def _mix(self, x_BCHW: Tensor, others: Tensor, step: Step) -> Tensor:
         """Return the images, each with amplitudes moved toward one of ``others [M, C, ...]`` from another client."""
         is_own_M = (others[:, None] == step.memory["amplitudes"]).flatten(2).all(dim=2).any(dim=1)
         count = len(x_BCHW)
@@ -167,12 +168,12 @@ class SentAmplitudes(Rule):
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         sent = client.memory.get("sent", client.memory["amplitudes"])
         return {"amplitudes": sent}, {"amplitudes": sent}
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         sent = stack_entry(server.uploads, "amplitudes").flatten(0, 1)
         return Folded({"amplitudes": cast_to(sent, server.memory["amplitudes"].dtype)})
 

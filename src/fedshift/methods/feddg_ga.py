@@ -17,13 +17,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received
-from ..core.contexts import EndContext, LossContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
@@ -36,14 +35,14 @@ class GeneralizationGap(Rule):
     requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared model")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        first = next(iter(plan.params.values()))
+    def bind(self, network: Network) -> Declared:
+        first = next(iter(network.params.values()))
         gap, begun = {"gap": first.new_zeros(())}, first.new_zeros((), dtype=torch.bool)
-        memory = {"begun": begun} | add_prefix("last", plan.params)
+        memory = {"begun": begun} | add_prefix("last", network.params)
         return Declared(self, buffers=gap, memory=memory, sends=Send.like(gap, "client"))
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         last, gap = entries_under("last", step.memory), step.own.buffers["gap"]
         shared = last | pick(step.loaded, last)
         of_shared, of_last = (step.loss_at(state) for state in (shared, last))
@@ -51,7 +50,7 @@ class GeneralizationGap(Rule):
         return loss
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         begun = client.memory["begun"]
         gap = client.own.buffers["gap"] * begun / max(client.steps, 1)
         return {"begun": torch.ones_like(begun)} | add_prefix("last", client.params), {"gap": gap}
@@ -67,7 +66,7 @@ class AdjustedMean(Aggregation):
     keeps = True
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         weights = self._weigh(server, received)
         weights_N = torch.tensor(weights, dtype=torch.float64)
         kept = {each.client: weight.clone() for each, weight in zip(received, weights_N, strict=True)}

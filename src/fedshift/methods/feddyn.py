@@ -14,12 +14,10 @@ from dataclasses import dataclass, field
 import torch
 from typing_extensions import override
 
-from ..core.contexts import EndContext, StepContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
 from ..core.plan import Plan
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step
 from ..core.server_optimizer import ServerOptimizer
 from ..utils.errors import UsageError, require
 from ..utils.state import State, add_prefix, entries_under
@@ -34,17 +32,17 @@ class GradientMemory(Rule):
     requires = Requirements(shared_entries="FedDyn regularizes shared entries")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        if not plan.method.aggregate.sums:
-            other = plan.method.name_source(plan.method.aggregate)
+    def bind(self, network: Plan) -> Declared:  # type: ignore[override]
+        if not network.method.aggregate.sums:
+            other = network.method.name_source(network.method.aggregate)
             raise UsageError(
                 f"FedDyn's server accumulates the mean of the clients' changes, but {other} does not average: remove "
                 "one of the two"
             )
-        return Declared(self, memory={name: torch.zeros_like(tensor) for name, tensor in plan.params.items()})
+        return Declared(self, memory={name: torch.zeros_like(tensor) for name, tensor in network.params.items()})
 
     @override
-    def gradients(self, grads: State, step: StepContext) -> State:
+    def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (step.params[name] - step.loaded[name]).mul_(self.alpha).sub_(step.memory[name]).add_(grad)
             if name in step.loaded
@@ -53,7 +51,7 @@ class GradientMemory(Rule):
         }
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         memory = {
             name: h - self.alpha * (client.params[name] - client.loaded[name]) if name in client.loaded else h
             for name, h in client.memory.items()

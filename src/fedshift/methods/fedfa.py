@@ -24,12 +24,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
-from ..core.contexts import FoldContext, Folded
-from ..core.declarations import Declared
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Declared, Folded, Rule, Server
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
@@ -131,14 +129,14 @@ class SharedVariances(Rule):
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        owned = [entry.name for entry in plan.entries if isinstance(entry.owner, FeatureAugmentation)]
+    def bind(self, network: Network) -> Declared:
+        owned = [entry.name for entry in network.entries if isinstance(entry.owner, FeatureAugmentation)]
         layers = tuple(name.removesuffix("var_mean") for name in owned if name.endswith("var_mean"))
         sets = frozenset(f"{layer}var_{kind}" for layer in layers for kind in KINDS)
         return Declared(replace(self, layers=layers), entries=True, sets=sets)
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         sent, made = [each.entries for each in server.received], State()
         for layer in self.layers:
             for kind in KINDS:

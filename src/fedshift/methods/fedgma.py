@@ -17,7 +17,7 @@ from typing_extensions import override
 from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.states import ServerState
 from ..utils.errors import require
 
@@ -31,9 +31,9 @@ class MaskedMean(Aggregation):
     passes_on = False
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         entries, states = average(received), [each.entries for each in received]
-        for name in sorted(plan.trained & plan.loaded):
+        for name in sorted(network.trained & network.loaded):
             before, mean = server.shared[name].double(), entries[name].double()
             agreement = (stack_entry(states, name) - before).sign().mean(dim=0).abs()
             rest = before + agreement * (mean - before) if self.soft else before

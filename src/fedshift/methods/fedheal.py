@@ -16,13 +16,12 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.aggregation import Aggregated, Aggregation, Received
-from ..core.contexts import EndContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
@@ -39,14 +38,14 @@ class Consistency(Rule):
     requires = Requirements(shared_entries="FedHEAL weighs changes of shared entries")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        rounds = torch.zeros((), dtype=torch.int64, device=next(iter(plan.params.values())).device)
-        down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in plan.params.items()}
-        counts = {name: tensor.bool() for name, tensor in pick(plan.params, plan.loaded).items()}
+    def bind(self, network: Network) -> Declared:
+        rounds = torch.zeros((), dtype=torch.int64, device=next(iter(network.params.values())).device)
+        down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in network.params.items()}
+        counts = {name: tensor.bool() for name, tensor in pick(network.params, network.loaded).items()}
         return Declared(self, memory={"rounds": rounds} | down, sends=Send.like(counts, "update"))
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         memory, rounds = dict(client.memory), int(client.memory["rounds"])
         counts = {}
         for name, tensor in client.params.items():
@@ -69,13 +68,13 @@ class FairMean(Aggregation):
     keeps = True
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        weights, steps = self._weigh(plan, server, received)
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        weights, steps = self._weigh(network, server, received)
         total, states = sum(weights.values()), [each.entries for each in received]
         shares = [weights[each.client] / total for each in received]
         entries = weighted_mean(states, shares)
         shares_K = torch.tensor(shares, dtype=torch.float64, device=next(iter(entries.values())).device)
-        for name in plan.trained & plan.loaded:
+        for name in network.trained & network.loaded:
             before, counts_K = server.shared[name].double(), _stack_counts(received, name)
             weights_K = shares_K.reshape(-1, *[1] * before.ndim) * counts_K
             change = (weights_K * (stack_entry(states, name) - before)).sum(dim=0)
@@ -86,12 +85,12 @@ class FairMean(Aggregation):
         return Aggregated(entries=entries, kept=server.kept | kept)
 
     def _weigh(
-        self, plan: Plan, server: ServerState, received: Sequence[Received]
+        self, network: Network, server: ServerState, received: Sequence[Received]
     ) -> tuple[dict[str, float], dict[str, float]]:
         """Return the participants' weights, which do not sum to one, and their last steps."""
         clients, states = len(received), [each.entries for each in received]
         distances_K = torch.zeros(clients, dtype=torch.float64, device=next(iter(server.shared.values())).device)
-        for name in sorted(plan.trained & plan.loaded):
+        for name in sorted(network.trained & network.loaded):
             changes = stack_entry(states, name) - server.shared[name].double()
             distances_K += (changes * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1)
         parts = (distances_K / distances_K.sum().clamp(min=1e-300)).tolist()

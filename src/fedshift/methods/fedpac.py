@@ -26,10 +26,11 @@ from typing_extensions import override
 
 from ..analysis.statistics import Floats
 from ..core.aggregation import Aggregated, Aggregation, Received, average
-from ..core.contexts import EndContext, LookContext, LossContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.method import Method, method
+from ..core.network import Network
 from ..core.plan import Plan
+from ..core.rule import Client, Declared, Step
 from ..core.selection import find_classifier
 from ..core.states import ServerState
 from ..utils.errors import require
@@ -53,39 +54,44 @@ class AlignedFeatures(Prototypes):
     """Parameters of the features that clients load and train."""
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        bound, head = super().bind(plan), _name_classifier(plan, self.source_method)
+    def bind(self, network: Network) -> Declared:
+        bound, head = super().bind(network), _name_classifier(network, self.source_method)
         zeros_KD = bound.server["prototypes"]
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
-        body = tuple(sorted((plan.trained & plan.loaded) - head))
+        body = tuple(sorted((network.trained & network.loaded) - head))
         if not body:
-            raise plan.refuse_kept("FedPAC averages features of clients", plan.trained - head or head)
+            raise network.refuse_kept("FedPAC averages features of clients", network.trained - head or head)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
-        early["start"] = torch.zeros_like(_sum_weights(plan.params, body))
+        early["start"] = torch.zeros_like(_sum_weights(network.params, body))
         memory = {**bound.memory, "class_sizes": zeros_K.clone()}
         buffers = {**bound.buffers, **early}
         described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
         sends = {**bound.sends, **described}
         return replace(
-            bound, rule=replace(self, body=body), buffers=buffers, memory=memory, sends=sends, notices=self._warn(plan)
+            bound,
+            rule=replace(self, body=body),
+            buffers=buffers,
+            memory=memory,
+            sends=sends,
+            notices=self._warn(network),
         )
 
-    def _warn(self, plan: Plan) -> tuple[str, ...]:
-        if plan.work.batch_size is None or (plan.work.epochs or 0) >= self.epochs:
+    def _warn(self, network: Network) -> tuple[str, ...]:
+        if network.work.batch_size is None or (network.work.epochs or 0) >= self.epochs:
             return ()
         return (
-            f"{plan.method.label} compares clients by the samples that a round uses until the features are trained, "
+            f"{network.label} compares clients by the samples that a round uses until the features are trained, "
             f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples",
         )
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         sizes_K = client.memory["class_sizes"]
         sizes_K = torch.bincount(client.targets, minlength=len(sizes_K)).to(sizes_K.dtype)
         return {**super().start(client), "class_sizes": sizes_K}
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         buffers, z_BD = step.own.buffers, step.features.detach()
         sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
         begun = (step.steps > 0).to(z_BD.dtype)
@@ -100,7 +106,7 @@ class AlignedFeatures(Prototypes):
         return super().loss(loss, step)
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         memory, upload = super().end(client)
         buffers, counts_K = client.own.buffers, client.own.buffers["early_counts"]
         seen_K = client.memory["class_sizes"] * (counts_K > 0)
@@ -164,9 +170,9 @@ def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
     return torch.cat([params[name].reshape(*params[name].shape[:1], -1).sum(dim=-1).reshape(-1) for name in names])
 
 
-def _name_classifier(plan: Plan, source: str) -> frozenset[str]:
-    classifier = find_classifier(plan.entries, source)
-    return frozenset(entry.name for entry in plan.entries if entry.owner is classifier)
+def _name_classifier(network: Network, source: str) -> frozenset[str]:
+    classifier = find_classifier(network.entries, source)
+    return frozenset(entry.name for entry in network.entries if entry.owner is classifier)
 
 
 @method

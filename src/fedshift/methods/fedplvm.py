@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 from typing_extensions import override
 
-from ..core.contexts import EndContext, LossContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
+from ..core.rule import Client, Declared, Step
 from ..utils.errors import UsageError, require
 from ..utils.state import State
 from .fpl import ClusterPrototypes
@@ -42,8 +42,8 @@ class LocalClusterPrototypes(ClusterPrototypes):
     most: int = 8
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        bound = super().bind(plan)
+    def bind(self, network: Network) -> Declared:
+        bound = super().bind(network)
         classes, width = bound.buffers["sums"].shape
         zeros = bound.buffers["sums"].new_zeros
         buffers = {"features": zeros(self.samples, width), "labels": zeros(self.samples) - 1, "seen": zeros(())}
@@ -52,7 +52,7 @@ class LocalClusterPrototypes(ClusterPrototypes):
         return replace(bound, buffers=buffers, sends=sends)
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD, y_B = step.features[-self.samples :], step.y[-self.samples :]
         features_ND, labels_N, seen = (step.own.buffers[name] for name in ("features", "labels", "seen"))
         begun = (step.steps > 0).to(z_BD.dtype)
@@ -75,7 +75,7 @@ class LocalClusterPrototypes(ClusterPrototypes):
         return 2 * (1 - cosine_similarity(z_BD, unbiased_BD, dim=1)).square()
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         features_ND, labels_N = (client.own.buffers[name] for name in ("features", "labels"))
         points_ND, here = features_ND.double().cpu(), labels_N.cpu()
         clusters, used = [], []

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
 from ..utils.state import State
@@ -35,8 +34,8 @@ class Prototypes(Rule):
     requires = Requirements(classes="prototypes are mean features of classes")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        classifier = find_classifier(plan.entries, self.source_method)
+    def bind(self, network: Network) -> Declared:
+        classifier = find_classifier(network.entries, self.source_method)
         zeros_KD = torch.zeros_like(classifier.weight, requires_grad=False)
         counts_K = zeros_KD[:, 0].clone()
         sent = Send.like({"prototypes": zeros_KD}, "class", passed_on=True)  # if only one client has the class
@@ -51,11 +50,11 @@ class Prototypes(Rule):
         )
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         return {"samples": torch.full_like(client.memory["samples"], len(client.targets))}
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD, (sums_KD, counts_K) = step.features, (step.own.buffers["sums"], step.own.buffers["counts"])
         within_epoch = (counts_K.sum() < step.memory["samples"]).to(z_BD.dtype) * (step.steps > 0)
         member_BK = nn.functional.one_hot(step.y, len(counts_K)).to(z_BD.dtype)
@@ -69,12 +68,12 @@ class Prototypes(Rule):
         return (memory["known"][y_B] * square_B).mean()
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         sums_KD, counts_K = client.own.buffers["sums"], client.own.buffers["counts"]
         return client.memory, {"prototypes": sums_KD / counts_K.clamp(min=1)[:, None], "counts": counts_K}
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         return Folded(self.combine(server.memory, server.uploads))
 
     def combine(self, memory: State, uploads: Sequence[State]) -> State:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ..core.contexts import StepContext
 from ..core.method import Method, method
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
 
@@ -29,7 +28,7 @@ class Proximal(Rule):
     )
 
     @override
-    def gradients(self, grads: State, step: StepContext) -> State:
+    def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (step.params[name] - step.loaded[name]).mul_(self.mu).add_(grad) if name in step.loaded else grad
             for name, grad in grads.items()

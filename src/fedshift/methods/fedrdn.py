@@ -22,13 +22,12 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext, RoundContext, StepContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Folded, Hook, Rule, Server, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits
@@ -91,9 +90,9 @@ class ClientStatistics(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        name = next(entry.name for entry in plan.entries if isinstance(entry.owner, InputScaling))
-        zeros_C = torch.zeros_like(plan.initial[name])
+    def bind(self, network: Network) -> Declared:
+        name = next(entry.name for entry in network.entries if isinstance(entry.owner, InputScaling))
+        zeros_C = torch.zeros_like(network.initial[name])
         blank = dict.fromkeys(KINDS, zeros_C)
         return Declared(
             replace(self, layer=name.rpartition(".")[0]),
@@ -106,7 +105,7 @@ class ClientStatistics(Rule):
         )
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         if client.memory["deviation"].any():
             return client.memory
         seen: dict[str, Tensor] = {}
@@ -129,13 +128,13 @@ class ClientStatistics(Rule):
         }
 
     @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         measured = client.memory["deviation"] > 0
         own = client.memory | {"deviation": torch.where(measured, client.memory["deviation"], 1.0)}
         return state | {f"{self.layer}.{kind}": own[kind] for kind in KINDS}
 
     @override
-    def batch(self, x: Tensor, y: Tensor, step: StepContext) -> tuple[Tensor, Tensor]:
+    def batch(self, x: Tensor, y: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         drawn_B = draw_bits(step.key, 0, len(x)) % len(step.server["mean"])
         mean, deviation = (_along(step.server[kind].index_select(0, drawn_B), x) for kind in KINDS)
         own_mean, own_deviation = (_along(step.buffers[f"{self.layer}.{kind}"], x) for kind in KINDS)
@@ -143,11 +142,11 @@ class ClientStatistics(Rule):
         return torch.where(deviation > 0, drawn, x), y
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         return client.memory, client.memory
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         dtype = server.memory["mean"].dtype
         return Folded({kind: cast_to(stack_entry(server.uploads, kind), dtype) for kind in KINDS})
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 from typing_extensions import override
 
-from ..core.declarations import Declared, Phase
+from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Declared, Rule
 from ..core.selection import parse_selection
 from ..utils.errors import UsageError, require
 
@@ -25,9 +25,9 @@ class HeadThenBody(Rule):
     layers: int | str
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        head = parse_selection(self.layers).names(plan.entries)
-        body = frozenset(plan.initial) - head
+    def bind(self, network: Network) -> Declared:
+        head = parse_selection(self.layers).names(network.entries)
+        body = frozenset(network.initial) - head
         first, then = Phase(trains=head, share=(0.0, self.share)), Phase(trains=body, share=(self.share, 1.0))
         return Declared(self, phases=(first, then))
 

@@ -15,12 +15,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LookContext, LossContext, RoundContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.state import State, pick
 
@@ -39,22 +37,22 @@ class PersonalHead(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        classifier = find_classifier(plan.entries, self.source_method)
-        names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
-        if not plan.loaded.intersection(names):
-            raise plan.refuse_kept(self.requires.shared_entries, names)
-        counts_K = next(iter(plan.params.values())).new_zeros(classifier.out_features)
-        model, memory = pick(plan.params, names), {"class_counts": counts_K}
+    def bind(self, network: Network) -> Declared:
+        classifier = find_classifier(network.entries, self.source_method)
+        names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
+        if not network.loaded.intersection(names):
+            raise network.refuse_kept(self.requires.shared_entries, names)
+        counts_K = next(iter(network.params.values())).new_zeros(classifier.out_features)
+        model, memory = pick(network.params, names), {"class_counts": counts_K}
         return Declared(replace(self, head=names), model=model, memory=memory, targets=True)
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         before_K = client.memory["class_counts"]
         return {"class_counts": torch.bincount(client.targets, minlength=len(before_K)).to(before_K.dtype)}
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         prior_K = step.memory["class_counts"].clamp(min=FEWEST).log()
         constant = {name: tensor.detach().clone() for name, tensor in step.params.items()}
         together = step.run(self._add_heads(constant, step.own.model))
@@ -65,7 +63,7 @@ class PersonalHead(Rule):
         return state | {name: state[name] + tensor for name, tensor in personal.items()}
 
     @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         return self._add_heads(state, client.own.model)
 
 

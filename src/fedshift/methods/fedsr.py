@@ -18,12 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.contexts import LossContext
-from ..core.declarations import Declared, Phase
+from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Declared, Rule, Step
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules
@@ -81,15 +80,15 @@ class Representation(Rule):
     requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        classifier = find_classifier(plan.entries, self.source_method)
-        sampler = next(name for name, layer in plan.module.named_modules() if isinstance(layer, Sampler))
+    def bind(self, network: Network) -> Declared:
+        classifier = find_classifier(network.entries, self.source_method)
+        sampler = next(name for name, layer in network.module.named_modules() if isinstance(layer, Sampler))
         ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
         return Declared(self, params=own, phases=(Phase(decay=True),), features=f"{sampler}.drawn")
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         own = step.own.params
         *gaussian, z_BZ = step.features.chunk(3, dim=1)
         mean_BZ, deviation_BZ = (own["scale"] * values_BZ for values_BZ in gaussian)

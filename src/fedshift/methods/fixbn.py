@@ -6,7 +6,7 @@ training and testing normalize identically, and a sample's gradient no longer de
 
 from dataclasses import replace
 
-from ..core.method import Freeze, Method, method
+from ..core.method import Method, method
 from ..utils.errors import require
 
 
@@ -16,6 +16,6 @@ def fixbn(base: Method, *, switch: int | float = 0.5, keep_momentum: bool = Fals
 
     ``keep_momentum``: whether the local optimizer keeps its momentum between rounds, as the paper recommends.
     """
-    require(not base.freeze, f"{base.name} freezes statistics already; choose one of the two")
+    require(base.freeze is None, f"{base.name} freezes statistics already; choose one of the two")
     optimizer = {**base.optimizer, "keep": True} if keep_momentum else base.optimizer
-    return replace(base, freeze=Freeze(after=switch), optimizer=optimizer)
+    return replace(base, freeze=switch, optimizer=optimizer)

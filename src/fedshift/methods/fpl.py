@@ -23,9 +23,9 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import override
 
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
+from ..core.rule import Declared
 from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
@@ -55,8 +55,8 @@ class ClusterPrototypes(Prototypes):
     tau: float = 0.02
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        bound = super().bind(plan)
+    def bind(self, network: Network) -> Declared:
+        bound = super().bind(network)
         zeros_KD = bound.server["prototypes"]
         memory = {"clusters": zeros_KD[:, None], "used": zeros_KD[:, :1]}
         return replace(bound, server=memory, growing={"clusters": (1,), "used": (1,)})

@@ -15,7 +15,7 @@ from typing_extensions import override
 from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import squared_distances, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 
@@ -35,8 +35,8 @@ class GeometricMedian(RobustAggregation):
             raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give steps of 1 or more, and nu above 0")
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        states, names = [each.entries for each in received], plan.trained & plan.sent
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
+        states, names = [each.entries for each in received], network.trained & network.sent
         weights = torch.tensor([each.weight for each in received], dtype=torch.float64)
         distances = squared_distances(states, names).sqrt()
         center = int((distances @ weights).argmin())

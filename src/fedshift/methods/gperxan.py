@@ -21,12 +21,10 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from typing_extensions import override
 
-from ..core.contexts import LossContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Declared, Rule, Step
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
 from ..nn.surgery import BATCH_NORM, replace_modules, take_place
@@ -95,15 +93,15 @@ class Guidance(Rule):
     requires = Requirements(shared_entries="gPerXAN guides features by the classifier that clients share")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        classifier = find_classifier(plan.entries, self.source_method)
-        names = tuple(entry.name for entry in plan.entries if entry.owner is classifier)
-        if not plan.loaded.issuperset(names):
-            raise plan.refuse_kept(self.requires.shared_entries, names)
+    def bind(self, network: Network) -> Declared:
+        classifier = find_classifier(network.entries, self.source_method)
+        names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
+        if not network.loaded.issuperset(names):
+            raise network.refuse_kept(self.requires.shared_entries, names)
         return Declared(replace(self, head=names), features="last")
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         loaded = {name.rpartition(".")[2]: step.loaded[name] for name in self.head}
         guided = F.linear(step.features, loaded["weight"], loaded.get("bias"))
         return loss + self.lam * step.criterion(guided, step.y)

@@ -13,12 +13,10 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import LossContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Declared, Rule, Step
 from ..core.selection import norm_statistics
 from ..utils.errors import UsageError, require
 from ..utils.state import pick
@@ -33,18 +31,18 @@ class Consistency(Rule):
     requires = Requirements(classes="GReg compares probabilities of classes")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        statistics = frozenset(each.name for each in plan.entries if norm_statistics(each))
+    def bind(self, network: Network) -> Declared:
+        statistics = frozenset(each.name for each in network.entries if norm_statistics(each))
         if not statistics:
-            lost = f"{plan.method.norm_replacers} replaces: remove one of the two"
-            why = lost if plan.method.norm_replacers else "the model does not have: use another model"
+            lost = f"{network.norm_replacers} replaces: remove one of the two"
+            why = lost if network.norm_replacers else "the model does not have: use another model"
             raise UsageError(f"GReg compares statistics of BatchNorm, which {why}")
-        if kept := statistics - plan.loaded:
-            raise plan.refuse_kept("GReg compares with statistics that clients share", kept)
+        if kept := statistics - network.loaded:
+            raise network.refuse_kept("GReg compares with statistics that clients share", kept)
         return Declared(replace(self, statistics=statistics))
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         shared = step.run(step.params | pick(step.loaded, self.statistics), training=False)
         log_p, log_q = (outputs.log_softmax(dim=1) for outputs in (step.outputs, shared.outputs))
         return loss + self.lam * ((log_p.exp() - log_q.exp()) * (log_p - log_q)).sum(dim=1).mean() / 2

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, LookContext, LossContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
@@ -65,18 +64,18 @@ class MeanAmplitude(Rule):
         return f"{self.layer}.amplitude"
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        (name,) = (entry.name for entry in plan.entries if isinstance(entry.owner, AmplitudeNorm))
+    def bind(self, network: Network) -> Declared:
+        (name,) = (entry.name for entry in network.entries if isinstance(entry.owner, AmplitudeNorm))
         bound = replace(self, layer=name.removesuffix(".amplitude"))
         return Declared(
             bound,
             samples_before_work=self.observes,
-            sends=Send.like({"amplitude": plan.initial[name]}, "image" if self.observes == 1 else "client"),
+            sends=Send.like({"amplitude": network.initial[name]}, "image" if self.observes == 1 else "client"),
             sets=frozenset({name}),
         )
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         measured: State = {}
 
         def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
@@ -88,11 +87,11 @@ class MeanAmplitude(Rule):
         return measured
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         return {}, {"amplitude": torch.zeros_like(client.buffers[self.entry])} | client.memory
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         before = server.server.shared[self.entry]
         mean = cast_to(stack_entry(server.uploads, "amplitude").mean(dim=0), before.dtype)
         return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
@@ -105,7 +104,7 @@ class PerturbedWeights(Rule):
     alpha: float
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         grads = step.gradient_at(step.params)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
         scale = self.alpha / (norm + TINY)

@@ -17,12 +17,11 @@ import torch
 from torch import Tensor, nn
 from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, Hook, LookContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Client, Declared, Folded, Hook, Rule, Server
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
@@ -45,19 +44,19 @@ class Measurement(Rule):
     layers: tuple[str, ...] = field(default=(), repr=False)
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        owned = [entry.name for entry in plan.entries if isinstance(entry.owner, HybridBatchNorm)]
+    def bind(self, network: Network) -> Declared:
+        owned = [entry.name for entry in network.entries if isinstance(entry.owner, HybridBatchNorm)]
         layers = tuple(name.removesuffix("running_mean") for name in owned if name.endswith("running_mean"))
         bound = replace(self, layers=layers)
         return Declared(
             bound,
             samples_before_work=self.observes,
-            sends=Send.like(bound._blank(plan.initial), "image" if self.observes == 1 else "client"),
+            sends=Send.like(bound._blank(network.initial), "image" if self.observes == 1 else "client"),
             sets=frozenset(f"{layer}{group}_{kind}" for layer in layers for group in GROUPS for kind in KINDS),
         )
 
     @override
-    def start(self, client: LookContext) -> State:
+    def start(self, client: Client) -> State:
         measured: State = {}
 
         def make_hook(layer: str) -> Hook:
@@ -72,7 +71,7 @@ class Measurement(Rule):
         return measured | {"samples": torch.tensor(client.samples, device=next(iter(measured.values())).device)}
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         return {}, self._blank(client.buffers) | client.memory
 
     def _blank(self, rest: State) -> State:
@@ -82,7 +81,7 @@ class Measurement(Rule):
         return blank | {"samples": torch.zeros((), dtype=torch.int64, device=next(iter(blank.values())).device)}
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.server.shared
         pooled, total = State(), counts_K1.sum()
         for layer in self.layers:

@@ -13,7 +13,7 @@ from typing_extensions import override
 from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import squared_distances, weighted_mean
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.states import ServerState
 from ..utils.errors import UsageError
 
@@ -42,9 +42,9 @@ class Krum(RobustAggregation):
         return max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         clients, states = len(received), [each.entries for each in received]
-        distances = squared_distances(states, plan.trained & plan.sent)
+        distances = squared_distances(states, network.trained & network.sent)
         near = distances.sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]  # without the client itself
         count = self.num_selected or clients - self.num_malicious - 2
         best = sorted(near.sum(dim=1).argsort(stable=True)[:count].tolist())

@@ -12,7 +12,7 @@ from typing_extensions import override
 from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.states import ServerState
 
 
@@ -23,7 +23,7 @@ class Median(RobustAggregation):
     weighs = False
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         trim = (len(received) - 1) // 2
         return Aggregated(entries=compute_trimmed_mean([each.entries for each in received], trim))
 

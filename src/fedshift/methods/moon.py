@@ -14,12 +14,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import EndContext, LossContext
-from ..core.declarations import Declared
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
 
@@ -34,18 +32,18 @@ class PreviousModel(Rule):
     requires = Requirements(shared_entries="MOON attracts features to the shared model's")
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        return Declared(self, memory=plan.initial, features=self.features)
+    def bind(self, network: Network) -> Declared:
+        return Declared(self, memory=network.initial, features=self.features)
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         others = [step.run(state, training=False).features for state in (step.start, step.memory)]
         z = step.features.flatten(1)
         similarity_B2 = torch.stack([torch.cosine_similarity(z, other.flatten(1)) for other in others], dim=1)
         return loss - self.mu * (similarity_B2 / self.tau).log_softmax(dim=1)[:, 0].mean()
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         return client.params | client.buffers, {}
 
 

@@ -13,11 +13,10 @@ import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.contexts import EndContext, LossContext, RoundContext
-from ..core.declarations import Declared, Phase
+from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Rule
+from ..core.network import Network
+from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
 from ..utils.errors import require
@@ -35,26 +34,26 @@ class Gates(Rule):
     personalizes = "start"
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        kept = plan.personal - plan.whole
-        if kept or not plan.loaded:
-            raise plan.refuse_kept("partialfed_adaptive chooses which layers to load", kept or plan.personal)
+    def bind(self, network: Network) -> Declared:
+        kept = network.personal - network.whole
+        if kept or not network.loaded:
+            raise network.refuse_kept("partialfed_adaptive chooses which layers to load", kept or network.personal)
         layers: dict[int, list[str]] = {}
-        statistics = tuple(entry.name for entry in plan.entries if norm_statistics(entry))
-        for entry in plan.entries:
+        statistics = tuple(entry.name for entry in network.entries if norm_statistics(entry))
+        for entry in network.entries:
             if entry.name not in statistics:
                 layers.setdefault(id(entry.owner), []).append(entry.name)
-        logits = next(iter(plan.params.values())).new_zeros(len(layers), 2)
+        logits = next(iter(network.params.values())).new_zeros(len(layers), 2)
         return Declared(
             replace(self, layers=tuple(map(tuple, layers.values())), statistics=statistics),
             params={"logits": logits},
-            memory=add_prefix("last", plan.initial),
+            memory=add_prefix("last", network.initial),
             phases=(Phase(lr_scale=self.lr_scale),),
             draws=True,
         )
 
     @override
-    def personalize(self, state: State, client: RoundContext) -> State:
+    def personalize(self, state: State, client: Client) -> State:
         kept, logits = entries_under("last", client.memory), client.own.params["logits"]
         state = state | pick(kept, self.statistics)
         for number, names in enumerate(self.layers):
@@ -63,7 +62,7 @@ class Gates(Rule):
         return state
 
     @override
-    def loss(self, loss: Tensor, step: LossContext) -> Tensor:
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
         logits = step.own.params["logits"]
         uniform = draw_uniform(step.key, 0, logits.numel(), logits.dtype)
         noise = -torch.log(-torch.log(uniform)).reshape(logits.shape)
@@ -78,7 +77,7 @@ class Gates(Rule):
         return loss + step.loss_at(mixed)
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         return add_prefix("last", client.params | client.buffers), {}
 
 

@@ -12,12 +12,11 @@ common direction.
 import torch
 from typing_extensions import override
 
-from ..core.contexts import EndContext, FoldContext, Folded, StepContext
-from ..core.declarations import Declared, Send
+from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.requirements import Requirements
-from ..core.rule import Rule
+from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..core.server_optimizer import Momentum
 from ..utils.state import State, pick
 
@@ -31,20 +30,20 @@ class ControlVariates(Rule):
     )
 
     @override
-    def bind(self, plan: Plan) -> Declared:
-        zeros = {name: torch.zeros_like(tensor) for name, tensor in plan.params.items()}
-        common = pick(zeros, plan.loaded)
+    def bind(self, network: Network) -> Declared:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in network.params.items()}
+        common = pick(zeros, network.loaded)
         return Declared(self, memory=zeros, server=common, sends=Send.like(common, "update"))
 
     @override
-    def gradients(self, grads: State, step: StepContext) -> State:
+    def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (grad - step.memory[name]).add_(step.server[name]) if name in step.loaded else grad
             for name, grad in grads.items()
         }
 
     @override
-    def end(self, client: EndContext) -> tuple[State, State]:
+    def end(self, client: Client) -> tuple[State, State]:
         path = client.steps * client.lr
         if path == 0:  # no step, no information
             return client.memory, {name: torch.zeros_like(c) for name, c in client.server.items()}
@@ -52,7 +51,7 @@ class ControlVariates(Rule):
         return {name: c + change[name] if name in change else c for name, c in client.memory.items()}, change
 
     @override
-    def fold(self, server: FoldContext) -> Folded:
+    def fold(self, server: Server) -> Folded:
         after = {name: c.double() for name, c in server.memory.items()}
         for upload, each in zip(server.uploads, server.received, strict=True):
             after = {name: c + each.share * upload[name].double() for name, c in after.items()}

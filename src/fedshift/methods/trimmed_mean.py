@@ -11,7 +11,7 @@ from typing_extensions import override
 from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
-from ..core.plan import Plan
+from ..core.network import Network
 from ..core.states import ServerState
 from ..utils.errors import require
 
@@ -32,7 +32,7 @@ class TrimmedMean(RobustAggregation):
         return 2 * self.trim + 1
 
     @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
+    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
         return Aggregated(entries=compute_trimmed_mean([each.entries for each in received], self.trim))
 
 

@@ -33,7 +33,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from ..analysis.similarity import Reals, cosine, mean_distance, variance_distance
-from ..core.plan import Plan, forward
+from ..core.network import forward
+from ..core.plan import Plan
 from ..data.federation import ClientData
 from ..data.files.read_options import Progress
 from ..data.partition import match_names

@@ -27,6 +27,6 @@ def finetune_bn(context: PolicyContext, train: Samples) -> State:
     plan = context.plan
     own = frozenset(entry.name for entry in plan.entries if batch_norm(entry))
     start = reestimate_statistics(plan, {**context.average, **pick(plan.initial, own & plan.personal)}, train)
-    method = replace(plan.method, rules=(), gradient=None, trains=everything)
+    method = replace(plan.method, rules=(), trains=everything)
     alone = replace(plan, method=method, trained=list_batch_norm_parameters(plan), rules=())
     return {**start, **pick(context.finetune(start, train, alone), own)}

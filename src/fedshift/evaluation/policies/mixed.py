@@ -11,8 +11,8 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from ...core.contexts import Hook
-from ...core.plan import compute_outputs
+from ...core.network import compute_outputs
+from ...core.rule import Hook
 from ...data.samples import Samples
 from ...utils.state import State, clone
 from ..batch_norm import Moments, iterate_inputs, list_batch_norms, name_statistics, observe_inputs

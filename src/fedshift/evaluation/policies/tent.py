@@ -11,7 +11,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ...core.plan import Plan, compute_outputs
+from ...core.network import compute_outputs
+from ...core.plan import Plan
 from ...core.selection import norm_statistics
 from ...data.samples import Samples
 from ...engines.engine import Diverged

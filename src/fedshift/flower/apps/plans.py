@@ -16,12 +16,13 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
-from ...core.contexts import Owned, StepContext
+from ...core.kernel import init_client, init_server, load_state
 from ...core.method import Method
 from ...core.optimizer import SGD
 from ...core.plan import Plan
 from ...core.preparation import apply_surgery, prepare
 from ...core.selection import nothing
+from ...core.step import transform_gradients
 from ...methods.agc import Clipping
 from ...methods.fedbn import fedbn
 from ...methods.fednova import NormalizedAveraging
@@ -85,7 +86,7 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
         _PLANS[model] = method, plan
     params: State = {name: param for name, param in model.named_parameters() if param.grad is not None}
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
-    near, zero = received or {}, torch.zeros((), dtype=torch.int64)
+    near = received or {}
     for bound in plan.rules:
         for name in params if bound.rule.requires.shared_entries else ():
             if name not in near or near[name].data_ptr() == params[name].data_ptr():
@@ -93,11 +94,9 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
                     f"{bound.rule.source_method} needs a copy of {name!r} as the client received it: before training, "
                     "received = {name: param.detach().clone() for name, param in model.named_parameters()}"
                 )
-        context = StepContext(
-            bound=bound, loaded=pick(near, plan.loaded), memory={}, own=Owned({}, {}, {}), server={},
-            lr=plan.optimizer.lr, params=params, buffers={}, steps=zero, _key=zero,
-        )  # fmt: skip
-        grads = bound.rule.gradients(grads, context)
+    job = load_state(plan, init_client(plan), init_server(plan))
+    job = replace(job, params=params, global_params=pick(near, plan.loaded))
+    grads = transform_gradients(plan, job, grads, torch.zeros((), dtype=torch.int64))
     for name, param in params.items():
         param.grad = grads[name]
 

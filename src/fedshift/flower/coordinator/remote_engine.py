@@ -120,7 +120,7 @@ class RemoteEngine(Engine):
             reports[name] = TrainedAnswer.of(answer, name, round)
             return self._read_upload(server, clients[name].steps, answer, reports[name], splits[name])
 
-        questions = self._make_questions("train", server, splits, self.plan.received)
+        questions = self._make_questions("train", server, splits, self.plan.downloaded)
         results, errors = self._collect(questions, f"round {round}", "left out", read)
         updates = {name: result.update for name, result in results.items()}
         for name, ratio in self._lengths.find_outliers(server, updates).items():
@@ -191,7 +191,7 @@ class RemoteEngine(Engine):
             return self._read_rows(rows, name, splits[name], moment) if rows or moment == "loaded" else []
 
         asked = {name: some for name, some in splits.items() if name in self.nodes.online}
-        entries = self.plan.sent if self.plan.has_global else self.plan.received
+        entries = self.plan.sent if self.plan.has_global else self.plan.downloaded
         lacks = f"not measured{' with re-estimated statistics' if moment == REESTIMATED else ''}"
         questions = self._make_questions("evaluate", server, asked, entries, moment)
         rows, _ = self._collect(questions, f"round {server.round}", lacks, read)

@@ -293,7 +293,7 @@ class Limits(BaseModel):
 
     def _check_samples(self, plan: Plan, uses: int, spent: float, told: str) -> None:
         told += " and the other uploads of this site" if spent else ""
-        mechanism = find_mechanism((plan.method.gradient,))
+        mechanism = find_mechanism(plan.method.rules)
         self._check_epsilon("sample_epsilon", "dp_sgd", mechanism, uses, told, spent)
 
     def _check_epsilon(

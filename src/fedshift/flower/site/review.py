@@ -98,7 +98,7 @@ class TrialReview:
         server = init_server(self.plan)
         loaded = shown = downlink_bytes(self.plan, server)
         if self.plan.has_global:
-            shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.received))
+            shown += nbytes(pick(server.shared, self.plan.sent)) - nbytes(pick(server.shared, self.plan.downloaded))
         sent = sum(entry.bytes for entry in self.leaving)
         return (0 if self.validates else loaded + sent) + (shown if self.measured else 0)
 
@@ -115,7 +115,7 @@ class TrialReview:
         lines = []
         if mechanism := find_mechanism((self.plan.method.aggregate,)):
             lines.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
-        if mechanism := find_mechanism((self.plan.method.gradient,)):
+        if mechanism := find_mechanism(self.plan.method.rules):
             used = SampleUses(
                 passes={"this site": self.passes}, copies=self.copies, squares=self.uses,
                 assumes="no other site holds samples of this one",
@@ -183,7 +183,7 @@ def compute_spent(plan: Plan, uses: int) -> float:
     a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
     The result is 0 without noise that a site can account for; a policy with ``sample_epsilon`` refuses this case.
     """
-    mechanism = find_mechanism((plan.method.gradient,))
+    mechanism = find_mechanism(plan.method.rules)
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
     return uses / mechanism.noise_multiplier**2

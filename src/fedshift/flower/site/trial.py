@@ -102,7 +102,7 @@ class SiteTrial:
     def train(self, asked: Exchange, client: ClientState) -> Exchange:
         """Answer with the upload of a round that begins with the state ``client``, and keep the state after it."""
         plan = self.plan
-        server, base = self._read_broadcast(plan.received, asked)
+        server, base = self._read_broadcast(plan.downloaded, asked)
         self._follow(server)
         with keep_freed_memory():
             trained = self.engine.train_client(server, self.kept.name, client)
@@ -125,7 +125,7 @@ class SiteTrial:
     def evaluate(self, asked: Exchange) -> Exchange:
         """Answer with measurements of the models that the site would use, and keep the client's model."""
         plan, client, splits = self.plan, self.data.clients[0], tuple(asked.facts["splits"])
-        server, base = self._read_broadcast(plan.sent if plan.has_global else plan.received, asked)
+        server, base = self._read_broadcast(plan.sent if plan.has_global else plan.downloaded, asked)
         if base or not plan.personalizes:
             kept, augment = self.kept.load_after(base, str(asked.facts.get(UPLOAD, ""))), self.settings.augment
             own: State | None = make_personal_state(plan, kept, server, client.name, client.train, augment)
