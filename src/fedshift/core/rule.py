@@ -286,8 +286,7 @@ class Client(View):
         seen: Seen | None = None, loss: Loss = nn.functional.cross_entropy,
     ) -> None:  # fmt: skip
         super().__init__(network, bound, index, job, state)
-        self.round, self.steps = job.round, job.done - job.start
-        self._seen, self._loss = seen, loss
+        self.round, self.steps, self._seen, self._loss = job.round, job.done - job.start, seen, loss
 
     @property
     def targets(self) -> Tensor:
