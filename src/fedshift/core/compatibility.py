@@ -15,7 +15,6 @@ from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError, require
-from .aggregation import Aggregation
 from .loss import CrossEntropy, Loss
 from .method import Method
 from .optimizer import SGD
@@ -101,24 +100,19 @@ def check_compatibility(plan: Plan) -> None:
         _check_separate_samples(plan, plan.estimator.source_method)
     if inputs := find_inputs(plan.module):
         _check_several_inputs(plan, name_inputs(inputs))
-    source = method.name_source(method.aggregate)
-    nothing_to_aggregate = not plan.sent & plan.trained or method.pooled
-    if nothing_to_aggregate and (method.server is not None or not method.aggregate.sums):
-        stepping = source if not method.aggregate.sums else method.name_sources(lambda each: each.server)
+    changing = [method.name_source(rule) for rule in (method.aggregator, method.stepper) if rule]
+    if changing and (method.pooled or not plan.sent & plan.trained):
         why, other = _explain_unshared(plan)
         why = why if method.pooled else "clients send nothing that they train"
         raise UsageError(
-            f"{name}: {stepping} replaces the aggregation, but there is nothing to aggregate: {why}: remove "
-            f"{stepping}{other and f' or {other}'}"
+            f"{name}: {changing[0]} replaces the aggregation, but there is nothing to aggregate: {why}: remove "
+            f"{changing[0]}{other and f' or {other}'}"
         )
-    if plan.mixes and method.server is not None:
-        stepping = method.name_sources(lambda each: each.server)
+    if plan.mixes and method.stepper:
         raise UsageError(
-            f"{name}: {source} sends each client its own mix of uploads, but a server optimizer updates one global "
-            f"model ({stepping}): remove one of the two"
+            f"{name}: {changing[0]} sends each client its own mix of uploads, but a server optimizer updates one "
+            f"global model ({changing[-1]}): remove one of the two"
         )
-    _check_shared(plan, method.aggregate.requires, source)
-    _check_needs(plan, method.aggregate.requires, source)
     _check_kept(plan)
 
 
@@ -144,14 +138,14 @@ def check_task(method: Method, task: Task) -> None:
             )
 
 
-def check_client_count(aggregate: Aggregation, clients: int) -> None:
-    """Raise :class:`UsageError` if ``clients`` participants per round are too few for the aggregation."""
-    minimum = aggregate.min_clients
-    if clients < minimum:
-        raise UsageError(
-            f"{aggregate!r} needs at least {minimum} clients in a round, but {clients} take part: let more take part, "
-            "or tolerate fewer faulty clients"
-        )
+def check_client_count(method: Method, clients: int) -> None:
+    """Raise :class:`UsageError` if ``clients`` participants per round are too few for a rule."""
+    for rule in method.rules:
+        if clients < rule.min_clients:
+            raise UsageError(
+                f"{rule!r} needs at least {rule.min_clients} clients in a round, but {clients} take part: let more "
+                "take part, or tolerate fewer faulty clients"
+            )
 
 
 def _explain_unshared(plan: Plan) -> tuple[str, str]:
@@ -213,6 +207,9 @@ def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
     name = f"method {plan.method.label!r}"
     if needs.plain_steps:
         _check_plain_steps(plan, needs.plain_steps, momentum=needs.momentum)
+    if needs.mean and plan.method.aggregator:
+        other = plan.method.name_source(plan.method.aggregator)
+        raise UsageError(f"{name}: {needs.mean}, but {other} does not average: remove one of the two")
     state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
     if needs.entries_only and state:
         raise UsageError(
@@ -223,7 +220,7 @@ def _check_needs(plan: Plan, needs: Requirements, source: str) -> None:
         rule, sent = bound.rule.source_method, ", ".join(sorted(bound.sends))
         more = f"sends more than the entries that {needs.entries_only} ({sent})"
         beside = f"computes from the entries of single clients, beside those that {needs.entries_only}"
-        if sent or bound.entries:
+        if rule != source and (sent or bound.entries):
             raise UsageError(f"{name}: {rule} {more if sent else beside}: remove one of {rule} and {source}")
 
 

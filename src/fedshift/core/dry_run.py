@@ -40,7 +40,7 @@ from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
-FACTS = ("loaded", "memory", "server", "own", "uploads")
+FACTS = ("loaded", "memory", "server", "own", "uploads", "entries", "kept")
 """States that views give to hooks."""
 CLIENTS, ROUNDS = 2, 2
 """Smallest number of clients, and number of rounds."""
@@ -58,8 +58,7 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         classes: The number of classes, labels or targets of ``task``.
 
     """
-    method = plan.method
-    if not (plan.rules or plan.estimator or method.server or not method.aggregate.sums):
+    if not plan.rules:
         return
     for bound in plan.rules:
         _check_own(plan, bound)
@@ -77,10 +76,9 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
 
 def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
-    components = (*plan.method.rules, plan.method.aggregate, plan.method.server)
     try:
         kind = (
-            *((type(each), *vars(each).items()) for each in components if each), plan.work, plan.optimizer, plan.loss,
+            *((type(each), *vars(each).items()) for each in plan.method.rules), plan.work, plan.optimizer, plan.loss,
             plan.precision, task, classes, plan.loaded, plan.sent, plan.trained, plan.adopted,
             *(getattr(type(layer).forward, "__code__", type(layer)) for layer in plan.layers),
             *((name, x.shape, x.dtype, x.device) for name, x in {"": sample, **plan.initial}.items()),
@@ -136,7 +134,7 @@ def _make_targets(plan: Plan, x: Tensor, task: Task | None, classes: int) -> Ten
 
 def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     method, halves = plan.method, list(zip(x.chunk(CLIENTS), y.chunk(CLIENTS), strict=True))
-    count = 1 if method.pooled else max(CLIENTS, method.aggregate.min_clients)
+    count = 1 if method.pooled else max(CLIENTS, *(rule.min_clients for rule in method.rules))
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
@@ -144,7 +142,7 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
         updates = {}
         for name, samples in data.items():
             clients[name], updates[name] = _train(plan, clients[name], broadcast(server, name), *samples)
-        with _named(plan, " and ".join(map(repr, filter(None, (method.aggregate, method.server))))):
+        with _named(plan, " and ".join(repr(plan.rules[index].rule) for index in plan.folds)):
             server = server_round(plan, server, updates, sizes)
             uploaded = [pair for update in updates.values() for pair in update.shared.items()]
             _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return", declared=False))
@@ -206,14 +204,15 @@ def _watch(plan: Plan, bound: Declared) -> Declared:
 
 
 def _check_hook(plan: Plan, bound: Declared, hook: str) -> Callable[..., Any]:
-    kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
+    kind: type = Tensor if hook in ("batch", "outputs", "loss") else Folded if hook == "fold" else Mapping
+    count = 1 + (hook in ("batch", "end"))
 
     def run(_: Rule, *given: Any) -> Any:
         with _named(plan, f"{type(bound.rule).__name__}.{hook}()"):
             result = getattr(bound.rule, hook)(*given)
             returned = result if count > 1 and isinstance(result, tuple) else (result,)
             if len(returned) != count or not all(isinstance(each, kind) for each in returned):
-                what = ("tensor" if kind is Tensor else "state") + "s" * (count - 1)
+                what = {Tensor: "tensor", Folded: "fedshift.Folded"}.get(kind, "state") + "s" * (count - 1)
                 raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
             _require(_find_fault(bound, hook, result, given[0]))
             _require(_check_numbers(plan, _list_tensors(result), _list_tensors(given)))
@@ -255,10 +254,12 @@ def _check_loss(result: Tensor, loss: Tensor) -> str:
     return ""
 
 
-def _check_fold(bound: Declared, result: Folded, server: Server) -> str:
-    why = find_difference(bound.server, result[0], "keep", where="Declared.server", growing=bound.growing)
-    sets = pick(server.network.initial, bound.sets)
-    return why or find_difference(sets, result[1], "compute", where="Declared.sets")
+def _check_fold(bound: Declared, folded: Folded, server: Server) -> str:
+    network, made = server.network, bound.sets
+    if bound.rule.aggregates or bound.rule.moves:
+        made |= network.sent - network.whole if bound.rule.aggregates else network.trained & network.loaded
+    why = find_difference(bound.server, folded.memory, "keep", where="Declared.server", growing=bound.growing)
+    return why or find_difference(pick(network.initial, made), folded.entries, "compute", where="Declared.sets")
 
 
 def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:
@@ -281,7 +282,7 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     """Yield the tensors in ``value``, which may be states and contexts, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, View | Server):
+    elif isinstance(value, View | Server | Folded):
         facts = {fact: getattr(value, fact, None) for fact in FACTS}
         yield from _list_tensors({fact: fact_value for fact, fact_value in facts.items() if fact_value})
     elif isinstance(value, Mapping):

@@ -146,11 +146,12 @@ def prepare(
     if not trained:
         raise UsageError(no_training)
     work = resolve_work(method, work or Work(epochs=1), clients)
+    method = method.resolve_weighting(work)
     plan = Plan(
-        label=method.label, method=method.resolve_weighting(work), module=template, entries=model_entries,
+        label=method.label, text=method.text, method=method, module=template, entries=model_entries,
         initial=initial, loaded=loaded, sent=sent, adopted=adopted, trained=trained, trainable=bare.trained,
         keepers=name_keepers(method, model_entries, loaded), norm_replacers=method.norm_replacers,
-        freeze_from=float("inf"), work=work, optimizer=replace(optimizer, **method.optimizer),
+        work=work, optimizer=replace(optimizer, **method.optimizer),
         loss=loss, smallest_batch=smallest, precision=precision, seed=seed, traits=traits,
     )  # fmt: skip
     for name, parameter in plan.parameters.items():
@@ -163,7 +164,6 @@ def prepare(
         plan = replace(plan, freeze_from=freeze if isinstance(freeze, int) else int(freeze * rounds + 0.5))
     check_compatibility(plan)
     plan.optimizer.check(plan.params, rounds)
-    plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     if sample is not None:
         _check_freezing(plan, sample)
     if plan.work.batch_size is not None and plan.work.batch_size < plan.smallest_batch:
@@ -211,7 +211,7 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
         label=method.label, method=Method(name=method.name, typed=method.typed, surgery=method.surgery),
         module=template, entries=found,
         initial={entry.name: tensors[entry.name].detach().clone() for entry in found}, loaded=names, sent=names,
-        trained=frozenset(name for name in names if tensors[name].requires_grad), freeze_from=float("inf"),
+        trained=frozenset(name for name in names if tensors[name].requires_grad),
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
 

@@ -22,6 +22,7 @@ class Requirements:
         momentum: ``plain_steps`` allows momentum that is reset each round.
         entries_only: Clients send only the model's entries, and no rule reads the entries of single clients. The
             message ends with this use of them.
+        mean: Uploads are averaged. The message starts with this use of their mean.
         classes: Each sample has one class. The message starts with this use of classes.
         one_input: A sample is one array, such as an image. The message starts with this use of it.
 
@@ -32,5 +33,6 @@ class Requirements:
     plain_steps: str = ""
     momentum: bool = False
     entries_only: str = ""
+    mean: str = ""
     classes: str = ""
     one_input: str = ""

@@ -92,7 +92,7 @@ class MeanAmplitude(Rule):
 
     @override
     def fold(self, server: Server) -> Folded:
-        before = server.server.shared[self.entry]
+        before = server.before.shared[self.entry]
         mean = cast_to(stack_entry(server.uploads, "amplitude").mean(dim=0), before.dtype)
         return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
 
