@@ -35,7 +35,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         SGD as SGD,
         AdamW as AdamW,
     )
-    from .core.requirements import Requirements as Requirements
     from .core.rule import Rule as Rule
     from .core.schedule import (
         Cosine as Cosine,
@@ -80,14 +79,17 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
     from .methods.fedbabu import fedbabu as fedbabu
     from .methods.fedbn import fedbn as fedbn
     from .methods.fedcac import fedcac as fedcac
+    from .methods.feddecorr import feddecorr as feddecorr
     from .methods.feddg_elcfs import feddg_elcfs as feddg_elcfs
     from .methods.feddg_ga import feddg_ga as feddg_ga
     from .methods.feddyn import feddyn as feddyn
     from .methods.fedfa import fedfa as fedfa
     from .methods.fedgma import fedgma as fedgma
     from .methods.fedheal import fedheal as fedheal
+    from .methods.fedlc import fedlc as fedlc
     from .methods.fedmmb import fedmmb as fedmmb
     from .methods.fednova import fednova as fednova
+    from .methods.fedntd import fedntd as fedntd
     from .methods.fedpac import fedpac as fedpac
     from .methods.fedper import fedper as fedper
     from .methods.fedplvm import fedplvm as fedplvm
@@ -135,7 +137,6 @@ _HOME = {
     "core.declarations": ("Phase", "Send"),
     "core.method": ("Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
-    "core.requirements": ("Requirements",),
     "core.rule": ("Declared", "Folded", "Rule"),
     "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (

@@ -1,7 +1,6 @@
 """Aggregation of plain dictionaries: against NumPy written out, against selection by type, and every refusal."""
 
-import subprocess
-import sys
+from contextlib import contextmanager
 from fractions import Fraction
 
 import numpy as np
@@ -12,7 +11,6 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fedshift.aggregation import BATCH_NORM, STATISTICS, FedBNAggregation, weighted_mean
-from fedshift.core import aggregation
 from fedshift.utils.errors import UsageError
 
 SHAPES = {
@@ -63,10 +61,9 @@ def test_insertion_order_changes_no_bit(first, second):
 
 
 def test_integer_keys_are_added_up_in_numerical_order():
-    # ((1e16 + 1) - 1e16) differs from ((1e16 - 1e16) + 1): clients 1, 2, 10 in this order, and not 1, 10, 2.
-    states = {10: {"w": np.array(-1e16)}, 2: {"w": np.array(3.0)}, 1: {"w": np.array(1e16)}}
-    share = 1 / 3
-    assert weighted_mean(states, dict.fromkeys(states, 1))["w"] == (share * 1e16 + share * 3.0) + share * -1e16
+    # (1e16 + 1) - 1e16 is 0 in float64, and (1e16 - 1e16) + 1 is 1: clients 1, 2, 10 in this order, and not 1, 10, 2.
+    states = {client: {"w": np.float32(value)[None]} for client, value in ((10, -1e16), (2, 1.0), (1, 1e16))}
+    assert weighted_mean(states, dict.fromkeys(states, 1))["w"] == 0
 
 
 def test_sums_run_in_float64():
@@ -97,31 +94,22 @@ def test_what_is_equal_everywhere_passes_unchanged_and_permutations_are_the_larg
             assert folded[name] is not given_states["cid"][name]
 
 
-@pytest.mark.parametrize("dtype", ["bool", "uint8", "int64", "float16", "float32", "float64", ">f4"])
-def test_one_numpy_client_folds_to_itself_bit_for_bit(dtype):
+@pytest.mark.parametrize("dtype", ["bool", "uint8", "uint16", "int64", "float16", "float32", "float64", ">f4"])
+def test_one_client_folds_to_itself_bit_for_bit(dtype):
     value = (np.arange(-3, 4) / 3 if "f" in dtype else np.arange(7)).astype(dtype)
-    folded = weighted_mean({"a": {"w": value}}, {"a": 7})["w"]
-    assert folded.dtype == value.dtype
-    assert folded.tobytes() == value.tobytes()
+    tensors = [torch.arange(-3, 4).bfloat16() / 3] if dtype == ">f4" else [torch.from_numpy(value)]
+    for array in (value, value[::-1], *tensors):
+        folded = weighted_mean({"a": {"w": array}}, {"a": 7})["w"]
+        assert folded.dtype == array.dtype
+        assert (folded == array).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float32])
-def test_one_torch_client_folds_to_itself_bit_for_bit(dtype):
-    value = (torch.arange(-3, 4) / 3 if dtype.is_floating_point else torch.arange(7)).to(dtype)
-    folded = weighted_mean({"a": {"w": value}}, {"a": 7})["w"]
-    assert folded.dtype == dtype
-    assert torch.equal(folded, value)
-
-
-def test_torch_equals_numpy_and_the_mean_of_the_engines():
+def test_torch_equals_numpy():
     states = models()
     folded = weighted_mean(as_torch(states), WEIGHTS)
-    total = sum(WEIGHTS.values())
-    engine = aggregation.weighted_mean(list(as_torch(states).values()), [w / total for w in WEIGHTS.values()])
     for name, value in weighted_mean(states, WEIGHTS).items():
         assert isinstance(value, np.ndarray)
         assert torch.equal(folded[name], torch.from_numpy(value))
-        assert torch.allclose(folded[name].double(), engine[name].double(), rtol=1e-7, atol=0)
 
 
 def test_parameters_and_fractional_and_zero_weights_are_taken():
@@ -135,21 +123,13 @@ def test_parameters_and_fractional_and_zero_weights_are_taken():
     assert (kept.tolist(), kept.requires_grad) == ([3.0, 3.0], False)
 
 
-def test_numpy_alone_does_not_import_torch():
-    code = (
-        "import sys, numpy as np; from fedshift.aggregation import FedBNAggregation as F\n"
-        "m = {'conv.weight': np.ones((2, 2)), 'bn.running_mean': np.ones(2), 'bn.weight': np.ones(2)}\n"
-        "assert list(F().aggregate({1: m}, {1: 2}).shared) == ['conv.weight'] and 'torch' not in sys.modules"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True)
-
-
 # FedBN
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 def test_normalization_stays_with_its_client_and_the_rest_is_the_mean(kind):
     states = models() if kind == "numpy" else as_torch(models())
+    states["bob"] = dict(reversed(states["bob"].items()))
     done = FedBNAggregation().aggregate(states, WEIGHTS)
     total = sum(WEIGHTS.values())
     assert list(done.shared) == ["conv.weight", "fc.weight"]
@@ -159,20 +139,12 @@ def test_normalization_stays_with_its_client_and_the_rest_is_the_mean(kind):
         assert np.abs(np.asarray(shared) - expected).max() <= 1e-7
     assert list(done.clients) == ["ann", "bob", "cid"]
     for client, state in done.clients.items():
-        assert list(state) == list(SHAPES)
+        assert list(state) == list(states[client])
         for name, value in state.items():
             wanted = states[client][name] if name.startswith("bn.") else done.shared[name]
             assert type(value) is type(wanted)
             assert value.dtype == wanted.dtype
             assert np.array_equal(np.asarray(value), np.asarray(wanted))
-
-
-def test_each_client_keeps_its_own_order_of_entries():
-    states = models()
-    states["bob"] = dict(reversed(states["bob"].items()))
-    done = FedBNAggregation().aggregate(states, WEIGHTS)
-    assert list(done.clients["bob"]) == list(reversed(SHAPES))
-    assert list(done.shared) == ["conv.weight", "fc.weight"]
 
 
 def test_inputs_are_not_modified_and_no_array_is_given_twice():
@@ -210,6 +182,13 @@ def test_exact_names_and_patterns():
 
 
 # Refusals
+
+
+@contextmanager
+def refused(words):
+    with pytest.raises(UsageError) as error:
+        yield
+    assert not [word for word in words if word not in str(error.value)]
 
 
 def changed(client="bob", **entry):
@@ -250,6 +229,7 @@ MATRIX = np.zeros((2, 3), np.float32)
         (changed(**{"bn.num_batches_tracked": np.array(-(2**53))}), ["batches_tracked' of client 'bob'", "2**53"]),
         (conv(MATRIX.astype(complex)), [BOB, "dtype complex128", "allowed are", "convert it"]),
         (conv(MATRIX.astype(object)), [BOB, "dtype object"]),
+        (conv(MATRIX.astype(np.longdouble)), [BOB, "has dtype", "up to 64 bits"]),
         (conv(MATRIX.astype("S4")), [BOB, "dtype bytes32", "up to 64 bits"]),
         (conv(torch.zeros(2, 3, dtype=torch.complex64)), [BOB, "torch.complex64"]),
         (conv(torch.zeros(2, 3).to_sparse()), [BOB, "dense"]),
@@ -264,15 +244,8 @@ MATRIX = np.zeros((2, 3), np.float32)
 )  # fmt: skip
 def test_models_that_cannot_be_averaged_are_refused_by_client_and_entry(states, words):
     for call in (weighted_mean, FedBNAggregation().aggregate):
-        with pytest.raises(UsageError) as refused:
+        with refused(words):
             call(states, WEIGHTS)
-        for word in words:
-            assert word in str(refused.value)
-
-
-def test_numbers_wider_than_float64_are_refused():
-    with pytest.raises(UsageError, match=f"{BOB} has dtype .*up to 64 bits"):
-        weighted_mean(conv(MATRIX.astype(np.longdouble)), WEIGHTS)
 
 
 @pytest.mark.parametrize("other", [torch.zeros(2, 3).double(), torch.zeros(2, 3, device="meta")])
@@ -297,10 +270,8 @@ def test_torch_dtypes_and_devices_must_agree(other):
     ],
 )
 def test_weights_that_mean_nothing_are_refused(weights, words):
-    with pytest.raises(UsageError) as refused:
+    with refused(words):
         FedBNAggregation().aggregate(models(), weights)
-    for word in words:
-        assert word in str(refused.value)
 
 
 def test_no_clients_and_keys_without_order_are_refused():
@@ -321,10 +292,8 @@ def test_no_clients_and_keys_without_order_are_refused():
     ],
 )
 def test_what_matches_nothing_is_refused(options, words):
-    with pytest.raises(UsageError) as refused:
+    with refused(words):
         FedBNAggregation(**options).aggregate(models(), WEIGHTS)
-    for word in words:
-        assert word in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -339,7 +308,5 @@ def test_what_matches_nothing_is_refused(options, words):
     ],
 )
 def test_options_that_contradict_are_refused(options, words):
-    with pytest.raises(UsageError) as refused:
+    with refused(words):
         FedBNAggregation(**options)
-    for word in words:
-        assert word in str(refused.value)

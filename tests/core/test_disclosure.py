@@ -8,8 +8,8 @@ import torch
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
+from fedshift.core.checks import check_upload, like_sends
 from fedshift.core.declarations import GRAINS, Send
-from fedshift.core.disclosure import check_upload, like_sends
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Declared, Rule
@@ -79,7 +79,7 @@ def test_entries_of_the_model_leave_exactly_as_the_scope_says():
     plan = prepare(fedavg(), nn.Linear(2, 2), optimizer=SGD(lr=0.1))
     check_upload(plan, plan.initial, ())
     for shared in ({**plan.initial, "x": torch.zeros(2)}, {"weight": plan.initial["weight"]}):
-        with pytest.raises(UsageError, match="send exactly the entries in its scope"):
+        with pytest.raises(UsageError, match="the entries in its scope must be exactly that"):
             check_upload(plan, shared, ())
 
 

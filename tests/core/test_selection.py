@@ -93,7 +93,7 @@ def test_statistics_that_do_not_exist_cannot_be_kept_although_there_are_other_bu
     del net[1].downsample[1]
     with pytest.raises(UsageError, match="norm_statistics matches no entry"):
         Scope().keep_on_client(norm_statistics).load.names(entries(net))
-    with pytest.raises(UsageError, match="cannot stay on the client, because it is never sent"):
+    with pytest.raises(UsageError, match="cannot be kept on the client, because another part leaves it out"):
         Scope(load=nothing).keep_on_client(batch_norm).load.names(entries(net))
 
 

@@ -36,7 +36,7 @@ CLIENTS = ("ann", "bob", "cid", "dan")
 @pytest.fixture
 def quick(monkeypatch):
     """A step of every method takes a millisecond, as a machine may measure it, and few permutations are drawn."""
-    monkeypatch.setattr(duration, "measure_seconds", lambda *_, **__: 0.001)
+    monkeypatch.setattr(duration, "time_rounds", lambda *_, **__: {"sequential": 0.001})
     monkeypatch.setattr(searching, "diagnose", partial(diagnose, permutations=99))
 
 

@@ -1,17 +1,19 @@
 """Lazy batches that one thread reads ahead: which and when, with which errors, and the same results."""
 
 from threading import Event, current_thread, main_thread
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 import fedshift
+from fedshift.core.optimizer import SGD
+from fedshift.core.preparation import prepare
 from fedshift.data.samples import Samples
 from fedshift.data.stores import DatasetStore, LazyStore
-from fedshift.engines.engine import Engine
 from fedshift.engines.sequential import Sequential
+from fedshift.methods.fedavg import fedavg
 from fedshift.utils.errors import FedshiftError
 
 BATCHES = [(step, torch.tensor([2 * step, 2 * step + 1])) for step in range(4)]
@@ -34,20 +36,19 @@ class Watched(LazyStore):
         return torch.from_numpy(rows).float()[:, None]
 
 
-def read(store, ahead=True):
+def read(store):
     data = {"a": Samples(x=store, y=torch.zeros(8, dtype=torch.int64))}
-    return Sequential.read_ahead(SimpleNamespace(data=data, seed=0, reads_ahead=ahead), "a", BATCHES)
+    engine = Sequential(prepare(fedavg(), nn.Linear(1, 1), optimizer=SGD(lr=0.1)), data, 0)
+    return (x.flatten().tolist() for x, _, _ in engine._iterate("a", BATCHES))
 
 
 def test_the_next_batch_is_read_while_one_is_used_and_none_beyond_it():
     store = Watched()
     batches = read(store)
-    step, index, x = next(batches)
+    first = next(batches)
     assert store.second.wait(60)
     assert store.reads == [[0, 1], [2, 3]]  # without a third
-    assert (step, index.tolist(), x.flatten().tolist()) == (0, [0, 1], [0.0, 1.0])
-    rest = [(step, x.flatten().tolist()) for step, _, x in batches]
-    assert rest == [(1, [2.0, 3.0]), (2, [4.0, 5.0]), (3, [6.0, 7.0])]
+    assert [first, *batches] == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0], [6.0, 7.0]]
     assert store.apart == [True] * 4
 
 
@@ -58,13 +59,15 @@ def test_a_batch_that_cannot_be_read_is_an_error_at_its_turn():
         next(batches)
 
 
-def test_batches_are_not_read_ahead_in_memory_where_it_is_off_or_generators_are_set():
-    assert [x for _, _, x in read(Watched(), ahead=False)] == [None] * 4
-    assert [x for _, _, x in read(torch.zeros(8, 1))] == [None] * 4
+def test_batches_are_not_read_ahead_in_memory_or_where_generators_are_set():
+    store = Watched()
+    store.threaded = False
+    assert len(list(read(store))) == 4
+    assert store.apart == [False] * 4
     items = [(np.float32([number]), 0) for number in range(8)]
     for workers, threaded in ((0, False), (1, False), (2, True)):
-        given = fedshift.LazyDataset(items, targets=[0] * 8, workers=workers)
-        assert DatasetStore(given, "a").threaded is threaded
+        dataset = fedshift.LazyDataset(items, targets=[0] * 8, workers=workers)
+        assert DatasetStore(dataset, "a").threaded is threaded
 
 
 @pytest.mark.slow
@@ -79,7 +82,7 @@ def test_results_are_those_without_reading_ahead_bit_for_bit(tmp_path, monkeypat
             np.save(place / "y.npy", np.arange(size) % 2)
     states = []
     for ahead in (True, False):
-        monkeypatch.setattr(Engine, "reads_ahead", ahead)
+        monkeypatch.setattr(Samples, "threaded", property(lambda split, ahead=ahead: ahead and split.lazy))
         run = fedshift.compare(
             data=str(tmp_path / "data"), methods="fedbn", model="small-cnn", rounds=2, batch_size=4,
             engine="sequential" if not ahead else engine, augment="flip(), rotate(degrees=30)", workers=2,

@@ -16,7 +16,7 @@ def predict(make, monkeypatch):
 
     def say(seconds, command="", *, runs=1, at_once=1, done=0, **settings):
         monkeypatch.setattr(duration, "estimate_seconds", lambda *_, rounds, **__: seconds * rounds)
-        monkeypatch.setattr(duration, "measure_seconds", lambda *_, rounds, **__: seconds * rounds)
+        monkeypatch.setattr(duration, "time_rounds", lambda *_, rounds, **__: {"pool": seconds * rounds})
         experiment = make(**settings)
         trials = experiment._make_first_trials()
         left = [(name, experiment.settings.rounds - done) for _ in experiment.seeds for name in trials]
@@ -43,7 +43,7 @@ def test_a_run_takes_its_rounds_and_evaluations_and_side_by_side_less(predict):
 
 
 def test_evaluations_count_each_client_that_has_a_model_of_its_own(make, monkeypatch):
-    monkeypatch.setattr(duration, "measure_seconds", lambda *_, **__: 3.0)
+    monkeypatch.setattr(duration, "time_rounds", lambda *_, **__: {"pool": 3.0})
     trials = make(methods="fedavg,fedbn")._make_first_trials()
     costs = {name: duration.predict_cost(trial) for name, trial in trials.items()}
     (trial, *_) = trials.values()

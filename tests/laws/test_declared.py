@@ -102,7 +102,7 @@ class KeepsWeight(Rule):
 def test_a_rule_s_own_entry_under_a_name_of_the_model_is_refused():
     network = nn.Sequential(nn.Linear(3, 3))
     network.register_parameter("keepsweight/weight", nn.Parameter(torch.zeros(())))
-    with pytest.raises(UsageError, match="KeepsWeight trains its own entry under 'keepsweight/weight', a name of"):
+    with pytest.raises(UsageError, match="KeepsWeight declares its own entry 'keepsweight/weight', a name of"):
         prepare(Method().with_rule(KeepsWeight()), network, optimizer=SGD(lr=0.1))
 
 

@@ -302,7 +302,8 @@ def told_apart(plan, table):
     """
     own = frozenset().union(*plan.own_trained)
     listed = set()
-    for rule, names, bound in zip(plan.rule_names, plan.own_names, plan.rules, strict=True):
+    for rule, bound in zip(plan.rule_names, plan.rules, strict=True):
+        names = bound.names
         decayed = bound.params if table is DECAYED and any(phase.decay for phase in bound.phases) else ()
         known = table.get(rule, "|".join(map(re.escape, (*bound.model, *decayed))))
         listed |= {name for entry, name in names.items() if re.fullmatch(known, entry)} & own
@@ -340,7 +341,7 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
         reference.step()
         for phase in (None, *separate):
             job = update_(plan, replace(job, separate_phase=phase), grads, job.rest, 1)
-    bounded = zip(plan.own_names, plan.rules, strict=True)
+    bounded = [(bound.names, bound) for bound in plan.rules]
     bounds = {names[entry]: pair for names, bound in bounded for entry, pair in bound.limits.items()}
     for name, leaf in leaves.items():
         clamped = leaf.clamp(*bounds[name]) if name in bounds else leaf

@@ -87,6 +87,14 @@ def test_a_client_measures_once():
     before = running.clients["a"].memory[0]
     running.advance()
     assert all(torch.equal(running.clients["a"].memory[0][kind], tensor) for kind, tensor in before.items())
+    alone = trial(fedrdn())
+    alone.advance()
+    (bank,) = alone.server.memory
+    x, y = data().client("a").train.x, data().client("a").train.y
+    own = {f"0.0.{kind}": values[0] for kind, values in bank.items()}
+    kept = {kind: values[:1] for kind, values in bank.items()}
+    step = SimpleNamespace(server=kept, buffers=own, key=torch.tensor(7))
+    assert (alone.plan.rules[0].rule.batch(x, y, step)[0] - x).abs().max() <= 1e-14
 
 
 def test_a_channel_that_never_varies_is_divided_by_one():

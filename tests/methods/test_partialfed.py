@@ -1,6 +1,7 @@
 """PartialFed-Adaptive: the choices at their extremes, and the logits' gradient against the estimator written out."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ from torch import nn
 from fedshift.core.kernel import client_final, client_init, init_client, init_server, personal_state
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Declared, Owned, Step
+from fedshift.core.rule import Owned
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step, compute_gradients
 from fedshift.core.work import Work
@@ -161,7 +162,7 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
             )
             slope = soft[layer, 0] * soft[layer, 1] / tau
             expected = torch.tensor([slope, -slope]) * along
-            assert (found[plan.own_names[0][LOGITS]][layer] - expected).abs().max() <= 1e-10 * (
+            assert (found[plan.rules[0].names[LOGITS]][layer] - expected).abs().max() <= 1e-10 * (
                 1 + expected.abs().max()
             )
     assert len(choices) > 2
@@ -186,15 +187,12 @@ def test_a_layer_is_drawn_as_often_as_its_logits_say():
     gates = Gates(1.0, 10.0, layers=(("w",), ("v",)))
     drawn = []
     for key in range(2000):
-        step = Step(
-            bound=Declared(gates, draws=True),
+        step = SimpleNamespace(
             loaded={"w": torch.tensor(1.0), "v": torch.tensor(1.0)},
             memory={"last/w": torch.tensor(0.0), "last/v": torch.tensor(0.0)},
             own=Owned({}, {"logits": torch.tensor([[np.log(3.0), 0.0], [0.0, np.log(4.0)]])}, {}),
-            server={}, lr=0.1, params={"w": torch.tensor(0.5), "v": torch.tensor(0.5)}, buffers={},
-            steps=torch.tensor(0), x=torch.zeros(1), y=torch.zeros(1), criterion=nn.functional.cross_entropy,
-            _round=0, _key=torch.tensor(key), _make_pass=None, _run=None,
-            _loss_at=lambda state: drawn.append((float(state["w"]), float(state["v"]))) or torch.tensor(0.0),
+            params={"w": torch.tensor(0.5), "v": torch.tensor(0.5)}, buffers={}, key=torch.tensor(key),
+            loss_at=lambda state: drawn.append((float(state["w"]), float(state["v"]))) or torch.tensor(0.0),
         )  # fmt: skip
         gates.loss(torch.tensor(0.0), step)
     w, v = np.array(drawn).T

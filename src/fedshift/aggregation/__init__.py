@@ -4,37 +4,34 @@ Li et al. 2021 (arXiv:2102.07623), Algorithm 1: every entry outside batch normal
 entries weighted by their numbers of samples (McMahan et al. 2017, arXiv:1602.05629); normalization stays on its client.
 The global result therefore contains no normalization, and each client keeps its normalization entries.
 
-fedshift itself selects entries by layer type (:mod:`fedshift.core.selection`). Here only names are available, so they
-are matched as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer with running statistics
-is always batch normalization; where names do not suffice, shapes decide. torch is used only for tensors, and never
-imported.
+In: each client's entries and number of samples. Out: the shared entries, and each client's model. fedshift's own mean
+(:mod:`fedshift.core.means`) does the arithmetic. It selects entries by layer type; here only names are available, so
+they are matched as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer with running
+statistics is always batch normalization; where names do not suffice, shapes decide.
 """
 
 from __future__ import annotations
 
 import math
 import re
-import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
-from functools import reduce
 from numbers import Real
-from operator import add
-from typing import TYPE_CHECKING, Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, TypeAlias, TypeVar
 
 import numpy as np
+import torch
+from torch import Tensor
 
+from ..core import means
 from ..utils.errors import UsageError
-
-if TYPE_CHECKING:
-    import torch
+from ..utils.state import State
 
 __all__ = [
     "BATCH_NORM", "LAYER_NORM", "RUNNING", "STATISTICS", "Aggregated", "Array", "FedBNAggregation", "weighted_mean",
 ]  # fmt: skip
-
 
 BATCH_NORM = ("bn", "syncbn", "batchnorm", "batch_norm", "batchnormalization", "batch_normalization")
 """Words that name a batch normalization layer."""
@@ -48,20 +45,18 @@ STATISTICS = (*RUNNING, "batch_stats")
 _WORD = re.compile(r"\d+|[A-Z]+(?![^\W\d_A-Z])|[A-Z]?[^\W\d_A-Z]+")
 _COLLECTION = re.compile(r"(^|(?<=[./]))(params|batch_stats)[./]")  # Flax's collections, each with half of a layer
 
-Array: TypeAlias = "np.ndarray[Any, Any] | torch.Tensor"
+Array: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 Client = TypeVar("Client")
 Models: TypeAlias = Mapping[Client, Mapping[str, Array]]
-Description: TypeAlias = tuple[str, str, tuple[int, ...]]
-_FIELDS = ("kind", "dtype", "shape")
+_FACTS = ("kind", "dtype", "shape")
 
 
 @dataclass(frozen=True, eq=False)
 class Aggregated(Generic[Client]):
     """Result of one aggregation. All arrays are distinct copies.
 
-    ``shared``: the global result, without local entries. ``clients``: for each client, in the order of their keys, the
-    shared entries and the client's local entries, in the client's order of entries. ``local``: the names of the local
-    entries.
+    ``shared``: the global result, without local entries. ``clients``: for each client, by sorted keys, shared and its
+    local entries, in its order of entries. ``local``: the names of the local entries.
     """
 
     shared: dict[str, Array]
@@ -92,19 +87,15 @@ class FedBNAggregation:
     statistics_only: bool = False
 
     def __post_init__(self) -> None:
-        for field, value in (("local", self.local), ("patterns", self.patterns)):
+        for option, value in (("local", self.local), ("patterns", self.patterns)):
             if isinstance(value, str):
-                raise UsageError(f"{field}={value!r} is one string: give a collection of strings, [{value!r}]")
-        if self.local is not None:
-            if self.patterns or self.include_layer_norm or self.statistics_only:
-                raise UsageError("local lists exact names and excludes every other option: drop local or the others")
-            object.__setattr__(self, "local", frozenset(self.local))
-        object.__setattr__(self, "patterns", tuple(self.patterns))
+                raise UsageError(f"{option}={value!r} is one string: give a collection of strings, [{value!r}]")
+        if self.local is not None and (self.patterns or self.include_layer_norm or self.statistics_only):
+            raise UsageError("local lists exact names and excludes every other option: drop local or the others")
         for pattern in self.patterns:
-            if not re.fullmatch(r"[\w./:-]+", pattern) or not split_words(pattern):
-                raise UsageError(
-                    f"pattern {pattern!r} does not consist of words: give whole words, such as 'head'; no wildcards"
-                )
+            if not re.fullmatch(r"[\w./:-]+", pattern) or not _WORD.search(pattern):
+                words = "give whole words, such as 'head'; no wildcards"
+                raise UsageError(f"pattern {pattern!r} does not consist of words: {words}")
 
     @property
     def name(self) -> str:
@@ -114,8 +105,9 @@ class FedBNAggregation:
     @property
     def batch_norm_patterns(self) -> tuple[str, ...]:
         """Words that mark local entries; empty if ``local`` lists exact names."""
-        return () if self.local is not None else (*self._layers(), *STATISTICS, *self.patterns)
+        return () if self.local is not None else (*self._layers, *STATISTICS, *self.patterns)
 
+    @property
     def _layers(self) -> tuple[str, ...]:
         return (() if self.statistics_only else BATCH_NORM) + (LAYER_NORM if self.include_layer_norm else ())
 
@@ -125,29 +117,26 @@ class FedBNAggregation:
         Raises :class:`UsageError` if a local name, a pattern or an option matches no entry, if nothing stays local, or
         if a model without statistics has layers whose type is unclear from their names.
         """
-        shapes = {name: describe_array(f"entry {name!r}", value)[2] for name, value in model.items()}
-        normalization = (
-            find_normalization(shapes, self._layers(), not self.statistics_only) if self.local is None else frozenset()
-        )
-        claims = {name: {name} & shapes.keys() for name in sorted(self.local or ())}
-        claims |= {pattern: {name for name in shapes if find_pattern(name, [pattern])} for pattern in self.patterns}
+        names = _Names({name: tuple(_read(f"entry {name!r}", value).shape) for name, value in model.items()})
+        norms = names.find_normalization(self._layers, not self.statistics_only) if self.local is None else set()
+        claims = {name: {name} & model.keys() for name in sorted(self.local or ())}
+        claims |= {pattern: names.match([pattern]) for pattern in self.patterns}
         if self.include_layer_norm:
-            claims["layer_norm"] = {name for name in normalization if find_pattern(name, LAYER_NORM)}
-        for claim, names in claims.items():
-            if not names:
-                near = ", ".join(get_close_matches(claim, shapes, n=3, cutoff=0.3)) or "none"
-                raise UsageError(f"{claim!r} matches no entry; similar names: {near}. Correct it or drop it")
-        local = normalization.union(*claims.values())
+            claims["layer_norm"] = norms & names.match(LAYER_NORM)
+        for claim in [claim for claim, matches in claims.items() if not matches]:
+            near = ", ".join(get_close_matches(claim, model, n=3, cutoff=0.3)) or "none"
+            raise UsageError(f"{claim!r} matches no entry; similar names: {near}. Correct it or drop it")
+        local = frozenset(norms.union(*claims.values()))
         if not local:
             raise UsageError(
-                f"{self.name} would keep nothing local: no entry ({', '.join([*shapes][:3])}, ...) is named like batch "
+                f"{self.name} would keep nothing local: no entry ({', '.join([*model][:3])}, ...) is named like batch "
                 "normalization. Give local=[names], patterns=[words] or include_layer_norm=True; for FedAvg call "
                 "weighted_mean"
             )
-        if self.local is None and (doubtful := find_unclear(shapes, local)):
+        if self.local is None and (unclear := ", ".join(names.find_unclear(local)[:4])):
             raise UsageError(
-                f"the models have no running statistics, so it is unclear whether {', '.join(doubtful[:4])} are batch "
-                "normalization. Give the statistics too (torch: state_dict(), not parameters()), or local=[names]"
+                f"the models have no running statistics, so it is unclear whether {unclear} are batch normalization. "
+                "Give the statistics too (torch: state_dict(), not parameters()), or local=[names]"
             )
         return local
 
@@ -162,12 +151,13 @@ class FedBNAggregation:
             UsageError: see :func:`weighted_mean` and :meth:`local_names`.
 
         """
-        models, shares = check_models(client_models, client_weights)
-        local = self.local_names(next(iter(models.values())))
-        shared = _means(models, shares, leave=local)
+        mean, states = _average(client_models, client_weights)
+        first = client_models[next(iter(states))]
+        local = self.local_names(first)
+        shared = {name: _write(mean[name], array) for name, array in first.items() if name not in local}
         clients = {
-            client: {name: _copy(value if name in local else shared[name]) for name, value in model.items()}
-            for client, model in models.items()
+            client: {name: _write((state if name in local else mean)[name], first[name]) for name in state}
+            for client, state in states.items()
         }
         return Aggregated(shared, clients, local)
 
@@ -187,79 +177,38 @@ def weighted_mean(client_models: Models[Client], client_weights: Mapping[Client,
             clients, and keys that cannot be sorted.
 
     """
-    return _means(*check_models(client_models, client_weights), leave=frozenset())
+    mean, states = _average(client_models, client_weights)
+    return {name: _write(mean[name], array) for name, array in client_models[next(iter(states))].items()}
 
 
-def _means(models: Models[Client], shares: Sequence[float], *, leave: frozenset[str]) -> dict[str, Array]:
-    largest = [*models.values()][max(range(len(shares)), key=shares.__getitem__)]
-    means: dict[str, Array] = {}
-    for name in [name for name in next(iter(models.values())) if name not in leave]:
-        value, values = largest[name], [model[name] for model in models.values()]
-        if not has_mean(value) or is_constant(values):
-            means[name] = _copy(value)
-            continue
-        total = reduce(add, (share * to_float64(each) for each, share in zip(values, shares, strict=True)))
-        if isinstance(value, np.ndarray):
-            means[name] = np.asarray(total if is_float(value) else np.rint(total)).astype(value.dtype)
-        else:
-            means[name] = (total if is_float(value) else total.round()).to(value.device, value.dtype)
-    return means
+def _average(models: Models[Client], weights: Mapping[Client, float]) -> tuple[State, dict[Client, State]]:
+    """Return the mean of all entries, and each client's entries by sorted keys; refuse what cannot be averaged."""
+    order = _sort_clients(models, weights)
+    states = {client: _read_model(client, models[client], order[0], models[order[0]]) for client in order}
+    whole = {name for name in models[order[0]] if not _has_mean([state[name] for state in states.values()])}
+    for client, state in states.items():
+        for name in state.keys() - whole:
+            limit = math.inf if state[name].is_floating_point() else 2**53
+            if not (state[name].double().abs() < limit).all():
+                fault = "NaN or infinity, or an integer of 2**53 or more, which float64 cannot represent"
+                repair = "leave this client out of the round, or repair its model"
+                raise UsageError(f"entry {name!r} of client {client!r} contains {fault}: {repair}")
+    return means.weighted_mean([*states.values()], [float(weights[c]) for c in order], frozenset(whole)), states
 
 
-def has_mean(value: Array) -> bool:
-    """Return whether a mean makes sense: of floating-point numbers, and of integer scalars, which count."""
-    return is_float(value) or (value.ndim == 0 and "bool" not in str(value.dtype))
+def _has_mean(values: Sequence[Tensor]) -> bool:
+    """Return whether values differ and are floating-point numbers, or integer scalars, which count."""
+    first = values[0]
+    differ = not all((value == first).all() for value in values)
+    return differ and (first.is_floating_point() or (first.ndim == 0 and first.dtype != torch.bool))
 
 
-def is_constant(values: Sequence[Array]) -> bool:
-    """Return whether all ``values`` are equal; NaN is not."""
-    first: Any = values[0]
-    return all(bool((value == first).all()) for value in values)
-
-
-def _copy(value: Array) -> Array:
-    return np.array(value) if isinstance(value, np.ndarray) else value.detach().clone()
-
-
-def to_float64(value: Array) -> Any:
-    """Convert to float64."""
-    if isinstance(value, np.ndarray):
-        return np.asarray(value, np.float64)
-    return value.detach().to("cpu" if value.device.type == "mps" else value.device).double()  # MPS has no float64
-
-
-def describe_array(where: str, value: object) -> Description:
-    """Return kind, dtype and shape of an array; raise UsageError, prefixed by ``where``, if it cannot be averaged."""
-    torch = sys.modules.get("torch")  # without the import, there are no tensors
-    if torch is not None and isinstance(value, torch.Tensor):
-        described = (f"torch on {value.device}", str(value.dtype), tuple(value.shape))
-        fits = value.layout == torch.strided and not value.is_complex()
-    elif isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
-        described = ("NumPy", value.dtype.name, value.shape)
-        fits = value.dtype.kind in "biu" or (value.dtype.kind == "f" and value.dtype.itemsize <= 8)
-    else:
-        raise UsageError(f"{where} is a {type(value).__name__}: give a NumPy array (numpy.asarray) or a torch tensor")
-    if not fits:
-        allowed = "dense boolean, integer and floating-point arrays of up to 64 bits"
-        raise UsageError(f"{where} has dtype {described[1]}: allowed are {allowed}; convert it, or leave it out")
-    return described
-
-
-def is_float(value: Array) -> bool:
-    """Return whether the array holds floating-point numbers."""
-    return value.dtype.kind == "f" if isinstance(value, np.ndarray) else value.is_floating_point()
-
-
-def check_models(
-    models: Models[Client], weights: Mapping[Client, float]
-) -> tuple[dict[Client, Mapping[str, Array]], list[float]]:
-    """Return the models sorted by key, and their normalized weights; refuse models that cannot be averaged."""
+def _sort_clients(models: Models[Client], weights: Mapping[Client, float]) -> list[Client]:
     if not models:
         raise UsageError("client_models is empty: give the entries of one client or more, {client: {name: array}}")
-    for client in [*models, *weights]:
-        if (client in models) != (client in weights):
-            fault = "no weight" if client in models else "a weight but no model"
-            raise UsageError(f"client {client!r} has {fault}: client_models and client_weights must have the same keys")
+    for client in models.keys() ^ weights.keys():
+        fault = "no weight" if client in models else "a weight but no model"
+        raise UsageError(f"client {client!r} has {fault}: client_models and client_weights must have the same keys")
     try:
         order: list[Client] = sorted(models)  # type: ignore[type-var]
     except TypeError as error:
@@ -267,111 +216,121 @@ def check_models(
     for client in order:
         if not isinstance(weights[client], Real) or not 0 <= weights[client] < math.inf:
             raise UsageError(f"client {client!r} has weight {weights[client]!r}: give a finite number, zero or more")
-    total = sum(float(weights[client]) for client in order)
-    if not 0 < total < math.inf:
+    if not 0 < (total := float(sum(weights.values()))) < math.inf:
         raise UsageError(f"the weights of clients {order} add up to {total}: give their numbers of samples")
-    expected: dict[str, Description] = {}
-    for client in order:
-        expected = _check_entries(client, models[client], order[0], expected)
-    for name in expected:
-        _check_values(name, {client: models[client][name] for client in order})
-    return {client: models[client] for client in order}, [float(weights[client]) / total for client in order]
+    return order
 
 
-def _check_entries(
-    client: Client, model: Mapping[str, Array], first: Client, expected: Mapping[str, Description]
-) -> dict[str, Description]:
-    """Describe the entries of ``model``; raise UsageError unless they match ``expected``, from client ``first``."""
+def _read_model(client: Client, model: Mapping[str, Array], first: Client, expected: Mapping[str, Array]) -> State:
+    """Return copies of the entries of ``model``; raise UsageError unless they are like those of client ``first``."""
     if not isinstance(model, Mapping) or not model or not all(isinstance(name, str) for name in model):
         raise UsageError(f"the model of client {client!r} must be a dictionary from entry names (strings) to arrays")
-    for name in [*model, *expected] if expected else ():
-        if (name in model) != (name in expected):
-            lacks, has = (client, first) if name in expected else (first, client)
-            raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
-    described = {name: describe_array(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
-    for name in model:
-        where = f"entry {name!r} of client {client!r}"
-        for part, mine, theirs in zip(_FIELDS, described[name], expected.get(name, described[name]), strict=True):
+    for name in model.keys() ^ expected.keys():
+        lacks, has = (client, first) if name in expected else (first, client)
+        raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
+    state = {name: _read(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
+    for name, value in model.items():
+        for fact, mine, theirs in zip(_FACTS, _describe(value), _describe(expected[name]), strict=True):
             if mine != theirs:
-                raise UsageError(f"{where} has {part} {mine}, but client {first!r} has {theirs}: make them equal")
-    return described
+                fault = f"entry {name!r} of client {client!r} has {fact} {mine}, but client {first!r} has {theirs}"
+                raise UsageError(f"{fault}: make them equal")
+    return state
 
 
-def _check_values(name: str, values: Mapping[Client, Array]) -> None:
-    """Raise UsageError if values of one entry, by client, differ and cannot be averaged."""
-    if is_constant([*values.values()]):
-        return
-    for client, value in values.items():
-        limit, fault = math.inf, "NaN or infinity"
-        if not is_float(value):
-            limit, fault = 2**53, "integers of 2**53 or more, which float64 cannot represent"
-        if has_mean(value) and not bool((abs(to_float64(value)) < limit).all()):
-            where = f"entry {name!r} of client {client!r}"
-            raise UsageError(f"{where} contains {fault}: leave this client out of the round, or repair its model")
+def _describe(value: Array) -> tuple[object, ...]:
+    if isinstance(value, np.ndarray):
+        return "NumPy", value.dtype.name, value.shape
+    return f"torch on {value.device}", value.dtype, tuple(value.shape)
 
 
-def split_words(name: str) -> list[str]:
-    """Split ``name`` into lower-case words at separators, at camel case, and between letters and digits."""
-    return [word.lower() for word in _WORD.findall(name)]
+def _read(where: str, value: Array) -> Tensor:
+    """Return a copy as a tensor, on the CPU where a device has no float64 (MPS); refuse what cannot be averaged."""
+    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
+        dtype, fits = value.dtype.name, value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
+    elif isinstance(value, Tensor):
+        dtype, fits = str(value.dtype), value.layout == torch.strided and not value.is_complex()
+    else:
+        raise UsageError(f"{where} is a {type(value).__name__}: give a NumPy array (numpy.asarray) or a torch tensor")
+    if not fits:
+        allowed = "dense boolean, integer and floating-point arrays of up to 64 bits"
+        raise UsageError(f"{where} has dtype {dtype}: allowed are {allowed}; convert it, or leave it out")
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+    return value.detach().to("cpu" if value.device.type == "mps" else value.device, copy=True)
 
 
-def find_pattern(name: str, patterns: Iterable[str]) -> tuple[int, int] | None:
-    """Return the start and end of the last match of any pattern in ``name``, as whole words."""
-    spans, words = [match.span() for match in _WORD.finditer(name)], split_words(name)
-    matches = [
-        (spans[at][0], spans[at + len(wanted) - 1][1])
-        for wanted in map(split_words, patterns)
-        for at in range(len(words) - len(wanted) + 1)
-        if words[at : at + len(wanted)] == wanted
+def _write(tensor: Tensor, like: Array) -> Array:
+    """Return a copy of ``tensor`` in the kind, dtype and device of ``like``."""
+    return tensor.numpy().astype(like.dtype) if isinstance(like, np.ndarray) else tensor.to(like.device, copy=True)
+
+
+class _Names:
+    """Entries of a model, of which only names and shapes are known."""
+
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self.shapes = shapes
+        self.layers = {name: _layer_name(name) for name in shapes}
+        self.kernels = {self.layers[name] for name, shape in shapes.items() if len(shape) > 1}
+        self.statistics = self.match(STATISTICS)
+
+    def match(self, patterns: Iterable[str]) -> set[str]:
+        """Return the names that contain a pattern, as whole words."""
+        return {name for name in self.shapes if _find_pattern(name, patterns)}
+
+    def find_normalization(self, patterns: Iterable[str], affine: bool) -> set[str]:
+        """Find statistics, layers that ``patterns`` name, and with ``affine`` other entries of layers with statistics.
+
+        Patterns may name a whole block, as in ``conv_bn.0.weight``: they are ignored in a layer with a kernel, and if
+        statistics show which layers of the block are its normalization.
+        """
+        owners = {self.layers[name] for name in self.statistics}
+        statistics = {(self.layers[name], self.shapes[name]) for name in self.statistics}
+
+        def is_normalization(name: str) -> bool:
+            layer, shape = self.layers[name], self.shapes[name]
+            if layer in owners:
+                return affine and (len(shape) < 2 or (layer, shape) in statistics)
+            span = _find_pattern(name, patterns)
+            if span is None or len(shape) > 1 or (layer and layer in self.kernels):
+                return False
+            end = re.search(r"[./]", name[span[1] :])
+            return not end or not any(o.startswith(_COLLECTION.sub("", name[: span[1] + end.end()])) for o in owners)
+
+        return self.statistics | {name for name in self.shapes if is_normalization(name)}
+
+    def find_unclear(self, local: frozenset[str]) -> list[str]:
+        """Find likely scales and shifts in a model without statistics: vectors of a shape in layers without kernel."""
+        counts = Counter((self.layers[name], shape) for name, shape in self.shapes.items())
+        known = local | self.match(LAYER_NORM)
+        return [
+            name
+            for name, shape in self.shapes.items()
+            if len(shape) == 1 and counts[self.layers[name], shape] > 1 and self.layers[name] not in self.kernels | {""}
+            if name not in known and not self.statistics
+        ]
+
+
+def _find_pattern(name: str, patterns: Iterable[str]) -> tuple[int, int] | None:
+    """Return the start and end of the last match of any pattern in ``name``, as whole words.
+
+    Words end at separators, at camel case, and between letters and digits.
+    """
+    words = [*_WORD.finditer(name)]
+    spans = [
+        (words[first].start(), words[first + len(wanted) - 1].end())
+        for wanted in [_WORD.findall(pattern.lower()) for pattern in patterns]
+        for first in range(len(words) - len(wanted) + 1)
+        if [word.group().lower() for word in words[first : first + len(wanted)]] == wanted
     ]
-    return max(matches, default=None)
+    return max(spans, default=None)
 
 
 def _layer_name(name: str) -> str:
     """Return the prefix of the layer's entries: the name before its statistic, or before its last word."""
     name = _COLLECTION.sub("", name)
-    statistic = find_pattern(name, RUNNING)
-    starts = [match.start() for match in _WORD.finditer(name) if not match.group().isdigit()]
-    return name[: statistic[0] if statistic else max(starts, default=0)]
-
-
-def find_normalization(shapes: Mapping[str, tuple[int, ...]], patterns: Iterable[str], affine: bool) -> frozenset[str]:
-    """Find statistics, layers named by ``patterns``, and with ``affine`` the other entries of layers with statistics.
-
-    Patterns may name a whole block, as in ``conv_bn.0.weight``: they are ignored in a layer with a kernel, and if
-    statistics show which layers of the block are its normalization.
-    """
-    layer = {name: _layer_name(name) for name in shapes}
-    statistics = {name for name in shapes if find_pattern(name, STATISTICS)}
-    owners = {layer[name] for name in statistics}
-    statistic_shapes = {(layer[name], shapes[name]) for name in statistics}
-    kernels = {layer[name] for name, shape in shapes.items() if len(shape) > 1} - {""}
-
-    def is_normalization(name: str, shape: tuple[int, ...]) -> bool:
-        if layer[name] in owners:
-            return affine and (len(shape) < 2 or (layer[name], shape) in statistic_shapes)
-        span = find_pattern(name, patterns)
-        if span is None or len(shape) > 1 or layer[name] in kernels:
-            return False
-        end = re.search(r"[./]", name[span[1] :])
-        block = end and _COLLECTION.sub("", name[: span[1] + end.end()])
-        return not block or not any(owner.startswith(block) for owner in owners)
-
-    return frozenset(statistics | {name for name, shape in shapes.items() if is_normalization(name, shape)})
-
-
-def find_unclear(shapes: Mapping[str, tuple[int, ...]], local: frozenset[str]) -> list[str]:
-    """Find likely scales and shifts in a model without statistics: vectors of one shape in layers without a kernel."""
-    if any(find_pattern(name, STATISTICS) for name in local):
-        return []
-    counts = Counter((_layer_name(name), shape) for name, shape in shapes.items())
-    kernels = {_layer_name(name) for name, shape in shapes.items() if len(shape) > 1} | {""}
-    return [
-        name
-        for name, shape in shapes.items()
-        if len(shape) == 1 and counts[_layer_name(name), shape] > 1 and _layer_name(name) not in kernels
-        if name not in local and not find_pattern(name, LAYER_NORM)
-    ]
+    starts = [word.start() for word in _WORD.finditer(name) if not word.group().isdigit()]
+    end, _ = _find_pattern(name, RUNNING) or (max(starts, default=0), None)
+    return name[:end]
 
 
 def __dir__() -> list[str]:

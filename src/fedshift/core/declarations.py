@@ -1,7 +1,7 @@
 """Declarations: the state, phases, reads and uploads of a rule, as data that other parts read and check.
 
 Consent at a site, ``fedshift inspect``, policies, the ledger, reports and differential privacy all read the same
-:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.disclosure.check_upload`).
+:class:`Send`, and a client refuses to upload anything else (:func:`fedshift.core.checks.check_upload`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
-"""The dry run: two rounds of a plan on generated samples, before anything trains.
+"""The dry run: a network on one sample, and two rounds of a plan on generated samples, before anything trains.
 
-Two clients, or as many as the aggregation needs, do all that a round asks of them with the plan's own rules: look,
+In: a plan and the inputs of one sample. Out: the smallest batch, or a refusal that names what is wrong, layer or hook.
+Two clients, or as many as the aggregation needs, do all that a round asks of them with the plan's own rules: start,
 personalize, step, end and upload; the server folds, and the next round starts. A hook must return the names, shapes,
 types and devices of its declaration or of its argument, and only finite numbers.
 """
@@ -8,21 +9,29 @@ types and devices of its declaration or of its argument, and only finite numbers
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from copy import copy
 from dataclasses import replace
+from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 
+from ..nn.attributes import kept_attributes
+from ..nn.recognition import FunctionCalls, placed_hooks, torch_kind
+from ..nn.surgery import NORMALIZATION
 from ..tasks import Task
+from ..tasks.task import PLURALS
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
-from ..utils.state import clone, pick
+from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
+from .checks import find_difference
 from .declarations import RulePhase
-from .disclosure import find_difference
 from .kernel import (
     broadcast,
     client_final,
@@ -32,20 +41,152 @@ from .kernel import (
     personal_state,
     restart,
 )
-from .network import compute_features, forward, to_inputs, to_memory_format
+from .method import decides_normalization
+from .network import forward, to_inputs
 from .plan import Plan
 from .probe import make_batch
 from .rule import HOOKS, Declared, Folded, Rule, Server, View
+from .selection import norm_statistics
 from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 from .step import client_step_
 
-FACTS = ("loaded", "memory", "server", "own", "uploads", "entries", "kept")
-"""States that views give to hooks."""
 CLIENTS, ROUNDS = 2, 2
 """Smallest number of clients, and number of rounds."""
 _PASSED: set[Hashable] = set()
 """Plans that passed in this process (:func:`_identify`), so that the seeds of a comparison are not tried again."""
+
+
+@contextmanager
+def explained_errors(plan: Plan, sample: Tensor, original: Callable[[], nn.Module]) -> Iterator[None]:
+    """Raise errors of the network in the block as :class:`UsageError`, with the layer that rejects ``sample [1, ...]``.
+
+    ``original``: makes the network without the method's surgery.
+    """
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:  # a user's network may raise any type
+        check_normalization(plan, sample)
+        if plan.method.surgery and _accepts(original(), to_inputs(plan, sample)):
+            raise UsageError(
+                f"method {plan.method.label!r}: the model accepts a sample, but not after the method replaced some of "
+                f"its layers ({describe_error(error)}): its forward may read attributes of replaced layers; only call "
+                "layers there, or use a method that keeps them"
+            ) from error
+        where = _find_failing_layer(error)
+        advice = "Choose a model for this shape, or convert the data to the model's shape (for images: size, channels)"
+        if not sample.is_floating_point():
+            advice = "Integers are treated as tokens: give measurements as floats (x.astype('float32'))"
+        elif "when training, got input size" in str(error):
+            advice = (
+                "Normalization of one value has no variance: give larger images, or leave normalization out where one "
+                "pixel is left. A layer that also normalizes by the batch in evaluation needs track_running_stats=True"
+            )
+        raise UsageError(
+            f"the model rejects a sample of shape {tuple(sample.shape[1:])}{where}: {describe_error(error)}. {advice}"
+        ) from error
+
+
+@torch.no_grad()
+def _accepts(model: nn.Module, inputs: Tensor) -> bool:
+    with suppress(Exception):  # a user's network may raise any type
+        model.eval()(inputs)
+        return True
+    return False
+
+
+def _find_failing_layer(error: Exception) -> str:
+    """Return name, type and input shape of the innermost layer of the network in which ``error`` was raised."""
+    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
+    names = {layer: name for name, layer in frames[0]["self"].named_modules()} if frames else {}
+    for call in reversed(frames):
+        if name := names.get(call["self"]):
+            shapes = [f", input {tuple(x.shape[1:])}" for x in call["args"] if isinstance(x, Tensor)]
+            return f" in layer {name!r} ({type(call['self']).__name__}{''.join(shapes[:1])})"
+    return ""
+
+
+def find_smallest_batch(plan: Plan, sample: Tensor) -> int:
+    """Return 1, or 2 if the model cannot train on one sample, like BatchNorm on one value per channel."""
+    inputs = to_inputs(plan, sample)
+    forward(plan, clone(plan.initial), inputs, training=False)
+    try:
+        forward(plan, clone(plan.initial), inputs, training=True)
+    except ValueError as error:
+        if "more than 1 value per channel" not in str(error):
+            raise
+        forward(plan, clone(plan.initial), inputs.expand(2, *sample.shape[1:]), training=True)
+        return 2
+    return 1
+
+
+@torch.no_grad()
+def check_normalization(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` if surgery replaced normalization, and the result normalizes wrongly.
+
+    The model also normalizes without a layer, or a new GroupNorm has one value per group, so that it is constant.
+    """
+    functions = {function for change in plan.method.surgery for function in getattr(change, "replaced", ())}
+    if not (functions or any(map(decides_normalization, plan.method.surgery))):
+        return
+    constant: list[str] = []
+
+    def check(name: str, layer: nn.GroupNorm, inputs: tuple[Tensor, ...]) -> None:
+        if inputs[0][0].numel() == layer.num_groups:
+            constant.append(f"layer {name!r} has {layer.num_groups} groups for {tuple(inputs[0].shape[1:])} values")
+
+    layers = ((name, layer) for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm))
+    hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers]
+    # Errors are reported by explained_errors.
+    with placed_hooks(hooks), suppress(Exception), FunctionCalls(plan.module, functions) as calls:
+        forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
+    for call in (call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))):
+        where = f"its layer {call.name!r}" if call.name else "it"
+        raise UsageError(
+            f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
+            f"{where} ({type(call.layer).__name__}) calls {call.function.__name__}: make a layer of it, or use a "
+            "method that keeps normalization"
+        )
+    if constant:
+        raise UsageError(
+            f"method {plan.method.label!r}: {constant[0]}, and a group of one value is always normalized to 0: "
+            "use fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
+        )
+
+
+@torch.no_grad()
+def check_freezing(plan: Plan, sample: Tensor) -> None:
+    """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
+    if plan.method.freeze is None:
+        return
+    state, inputs = clone(plan.initial), to_inputs(plan, sample)
+    moved = inputs + 0.5 if inputs.is_floating_point() else inputs
+    forward(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]), training=True, frozen=True)
+    for entry in filter(norm_statistics, plan.entries):
+        why, layer = "", entry.name.rpartition(".")[0]
+        if not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
+            why = "with other layers that would be frozen, too: move the normalization to a separate layer"
+        elif not torch.equal(state[entry.name], plan.initial[entry.name]):
+            why = f"which writes into it in evaluation too: use torch's {torch_kind(entry.owner).__name__}"
+        if why:
+            raise UsageError(
+                f"method {plan.method.label!r} freezes statistics, but {entry.name!r} of layer {layer!r} belongs to a "
+                f"{entry.layer}, {why}"
+            )
+
+
+def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+    """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
+    scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
+    wanted = task.output_shape(tuple(sample.shape[1:]), classes)
+    if scores != wanted:
+        unit = f"one score a {task.output}" + ("" if len(wanted) == 1 else " and pixel")
+        raise UsageError(
+            f"the model's outputs for a sample have shape {scores}, but the data have {classes} "
+            f"{PLURALS[task.output]}: make it give {wanted}, {unit}"
+        )
 
 
 def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
@@ -58,15 +199,10 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         classes: The number of classes, labels or targets of ``task``.
 
     """
-    if not plan.rules:
-        return
-    for bound in plan.rules:
-        _check_own(plan, bound)
-    _check_features(plan, sample)
     kind = _identify(plan, sample, task, classes)
-    if kind in _PASSED:
+    if kind in _PASSED or not plan.rules:
         return
-    with torch_stream(plan.seed, "dry run"):
+    with kept_attributes(plan.module), torch_stream(plan.seed, "dry run"):
         x = make_batch(plan, sample)
         y = _make_targets(plan, x, task, classes)
         _run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)
@@ -74,50 +210,18 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         _PASSED.add(kind)
 
 
-def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable:
+def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable | None:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
-    try:
-        kind = (
-            *((type(each), *vars(each).items()) for each in plan.method.rules), plan.work, plan.optimizer, plan.loss,
-            plan.precision, task, classes, plan.loaded, plan.sent, plan.trained, plan.adopted,
-            *(getattr(type(layer).forward, "__code__", type(layer)) for layer in plan.layers),
-            *((name, x.shape, x.dtype, x.device) for name, x in {"": sample, **plan.initial}.items()),
-        )  # fmt: skip
+    kind = (
+        *((type(rule), *vars(rule).items()) for rule in plan.method.rules), plan.work, plan.optimizer,
+        plan.loss, plan.precision, task, classes, plan.loaded, plan.sent, plan.trained, plan.adopted,
+        *(getattr(type(layer).forward, "__code__", type(layer)) for layer in plan.layers),
+        *((name, x.shape, x.dtype, x.device) for name, x in {"": sample, **plan.initial}.items()),
+    )  # fmt: skip
+    with suppress(TypeError):
         hash(kind)
-    except TypeError:
-        return None
-    return kind
-
-
-def _check_own(plan: Plan, bound: Declared) -> None:
-    """Raise :class:`UsageError` if a tensor of a rule's initial state is on another device or of another type."""
-    like, own = next(iter(plan.initial.values())), bound
-    trained = {**own.params, **pick(own.model, plan.params)}
-    for name, tensor in (*trained.items(), *own.on_client.items(), *own.server.items()):
-        wrong = not isinstance(tensor, Tensor) or tensor.device != like.device
-        if wrong or (trained.get(name) is tensor and tensor.dtype != plan.dtype):
-            what = f"{tensor.dtype} on {tensor.device}" if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise UsageError(
-                f"method {plan.method.label!r}: {type(bound.rule).__name__}.bind() declares {name!r} as {what}, "
-                f"and the model is {plan.dtype} on {like.device}: make it from an entry of the plan, for example "
-                "next(iter(plan.params.values())).new_zeros(3)"
-            )
-
-
-@torch.no_grad()
-def _check_features(plan: Plan, sample: Tensor) -> None:
-    """Raise :class:`UsageError` if the model does not call a layer that a rule reads, or vectors are missing there."""
-    plan.set_mode(training=False)
-    inputs = to_memory_format(to_inputs(plan, sample), plan.image_format)
-    layers = plan.feature_layers
-    features = compute_features(plan, clone(plan.initial), inputs, layers)[1] if layers else {}
-    for bound, z in ((bound, features[bound.name]) for bound in plan.rules if bound.features):
-        if bound.rule.requires.classes and z.ndim != 2:
-            raise UsageError(
-                f"method {plan.method.label!r}: {bound.rule.source_method} needs one feature vector per sample, but "
-                f"the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose "
-                "classifier receives a vector"
-            )
+        return kind
+    return None
 
 
 def _make_targets(plan: Plan, x: Tensor, task: Task | None, classes: int) -> Tensor:
@@ -145,8 +249,8 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
         with _named(plan, " and ".join(repr(plan.rules[index].rule) for index in plan.folds)):
             server = server_round(plan, server, updates, sizes)
             uploaded = [pair for update in updates.values() for pair in update.shared.items()]
-            _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return", declared=False))
-            _require(_check_numbers(plan, server.shared.items(), uploaded))
+            _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return"))
+            _require(_find_wrong_number(plan, server.shared.items(), uploaded))
         for name in data:
             personal_state(plan, clients[name], broadcast(server, name))
 
@@ -160,9 +264,7 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
         return replace(job, separate_phase=None)
 
     job = client_init(plan, client, server, 1, _see(plan, x, y))
-    runs = f"computes the gradient of each sample with torch.func, which cannot run this model (in {plan.precision})"
-    gradient = plan.estimator
-    with _named(plan, plan.method.name_source(gradient), runs) if gradient else _named(plan, "a step"):
+    with _named(plan, "a step"):
         if plan.before:
             job = restart(plan, take(job, *plan.before))
             job = replace(job, params=plan.clone_for_training(job.params))
@@ -171,8 +273,8 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
 
 def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
-    first, targets = plan.samples_before_work, y if any(each.targets for each in plan.rules) else y[:0]
-    return Seen(targets, x[:first], y[:first], x.new_ones((), dtype=torch.int64)) if plan.defines("start") else None
+    count, targets = plan.samples_before_work, y if any(bound.targets for bound in plan.rules) else y[:0]
+    return Seen(targets, x[:count], y[:count], x.new_ones((), dtype=torch.int64)) if plan.defines("start") else None
 
 
 @contextmanager
@@ -194,82 +296,88 @@ def _require(why: str) -> None:
 
 def _watch(plan: Plan, bound: Declared) -> Declared:
     """Return ``bound`` with a copy of the rule whose hooks are checked."""
-    rule, kind = copy(bound.rule), type(bound.rule)
-    members = {name: getattr(kind, name) for name in ("__module__", "__qualname__")} | {"__slots__": ()}
+    rule = copy(bound.rule)
     for hook in HOOKS:
-        if getattr(kind, hook) is not getattr(Rule, hook):
-            members[hook] = _check_hook(plan, bound, hook)
-    object.__setattr__(rule, "__class__", type(kind.__name__, (kind,), members))
+        if getattr(type(rule), hook) is not getattr(Rule, hook):
+            vars(rule)[hook] = partial(_run_hook, plan, bound, hook)
     return replace(bound, rule=rule)
 
 
-def _check_hook(plan: Plan, bound: Declared, hook: str) -> Callable[..., Any]:
-    kind: type = Tensor if hook in ("batch", "outputs", "loss") else Folded if hook == "fold" else Mapping
+def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
+    """Return what the hook of a rule returns; raise :class:`UsageError` if that is wrong."""
+    kind: type = {"batch": Tensor, "outputs": Tensor, "loss": Tensor, "fold": Folded}.get(hook, Mapping)
     count = 1 + (hook in ("batch", "end"))
+    failed = "failed on generated samples"
+    if hook == "combine_samples":
+        failed += f", whose gradients torch.func computes one by one (in {plan.precision})"
+    with _named(plan, f"{type(bound.rule).__name__}.{hook}()", failed):
+        if hook == "loss" and bound.features and bound.rule.needs_classes:
+            _check_features(bound, arguments[1].features)
+        result = getattr(bound.rule, hook)(*arguments)
+        returned = result if count > 1 and isinstance(result, tuple) else (result,)
+        if len(returned) != count or not all(isinstance(value, kind) for value in returned):
+            what = {Tensor: "tensor", Folded: "fedshift.Folded"}.get(kind, "state") + "s" * (count - 1)
+            raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
+        _require(_find_lost_loss(result, arguments[0]) if hook == "loss" else "")
+        for expected, actual, verb, where in _list_compared(plan, bound, hook, returned, arguments[0]):
+            _require(find_difference(expected, actual, verb, where, bound.growing if hook == "fold" else {}))
+        if hook != "combine_samples":  # whose samples are gone
+            _require(_find_wrong_number(plan, _list_tensors(result), _list_tensors(arguments)))
+    return result
 
-    def run(_: Rule, *given: Any) -> Any:
-        with _named(plan, f"{type(bound.rule).__name__}.{hook}()"):
-            result = getattr(bound.rule, hook)(*given)
-            returned = result if count > 1 and isinstance(result, tuple) else (result,)
-            if len(returned) != count or not all(isinstance(each, kind) for each in returned):
-                what = {Tensor: "tensor", Folded: "fedshift.Folded"}.get(kind, "state") + "s" * (count - 1)
-                raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
-            _require(_find_fault(bound, hook, result, given[0]))
-            _require(_check_numbers(plan, _list_tensors(result), _list_tensors(given)))
-        return result
 
-    return run
+def _check_features(bound: Declared, z: Tensor) -> None:
+    if z.ndim != 2:
+        raise UsageError(
+            f"{bound.rule.source_method} needs one feature vector per sample, but the input of layer "
+            f"{bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose classifier receives a vector"
+        )
 
 
-def _find_fault(bound: Declared, hook: str, result: Any, given: Any) -> str:
-    """Return how the ``result`` of a hook differs from declarations, or from its argument ``given``."""
-    own, expected, returned = bound, given, result
+def _list_compared(
+    plan: Plan, bound: Declared, hook: str, returned: tuple[Any, ...], argument: Any
+) -> list[tuple[State, State, str, str]]:
+    """Return what a hook must return, what it ``returned``, a verb, and the declaration; empty: its ``argument``."""
     match hook:
-        case "loss":
-            return _check_loss(result, given)
-        case "end":
-            return find_difference(own.memory, result[0], "keep", where="Declared.memory")
-        case "fold":
-            return _check_fold(bound, result, given)
         case "start":
-            return find_difference(own.memory, pick(result, own.memory), "return", where="Declared.memory")
-        case "batch":
-            expected, returned = {"x": given}, {"x": result[0]}
-        case "outputs":
-            expected, returned = {"outputs": given}, {"outputs": result}
-    return find_difference(expected, returned, "return", declared=False)
+            return [(bound.memory, pick(returned[0], bound.memory), "return", "Declared.memory")]
+        case "end":
+            return [(bound.memory, returned[0], "keep", "Declared.memory")]
+        case "fold":
+            made = bound.sets
+            if bound.rule.aggregates or bound.rule.moves:
+                made |= plan.sent - plan.whole if bound.rule.aggregates else plan.trained & plan.loaded
+            memory = bound.server, returned[0].memory, "keep", "Declared.server"
+            return [memory, (pick(plan.initial, made), returned[0].entries, "compute", "Declared.sets")]
+        case "batch" | "outputs":
+            name = "x" if hook == "batch" else hook
+            return [({name: argument}, {name: returned[0]}, "return", "")]
+        case "personalize" | "gradients":
+            return [(argument, returned[0], "return", "")]
+    return []
 
 
-def _check_loss(result: Tensor, loss: Tensor) -> str:
+def _find_lost_loss(result: Tensor, loss: Tensor) -> str:
     if result.ndim or not result.is_floating_point():
         return f"returns a tensor of shape {tuple(result.shape)} and type {result.dtype}: return one number of shape ()"
     if not loss.requires_grad:  # in phases without the model
         return ""
     slope = torch.autograd.grad(result, loss, retain_graph=True, allow_unused=True)[0] if result.requires_grad else None
     if slope is None or not slope:
-        return (
-            "returns an objective that does not depend on the loss: add to the loss or scale it, and "
-            "change what it is computed from in outputs()"
-        )
+        return "returns an objective that does not depend on the loss: add to it or scale it, and use outputs() besides"
     return ""
 
 
-def _check_fold(bound: Declared, folded: Folded, server: Server) -> str:
-    network, made = server.network, bound.sets
-    if bound.rule.aggregates or bound.rule.moves:
-        made |= network.sent - network.whole if bound.rule.aggregates else network.trained & network.loaded
-    why = find_difference(bound.server, folded.memory, "keep", where="Declared.server", growing=bound.growing)
-    return why or find_difference(pick(network.initial, made), folded.entries, "compute", where="Declared.sets")
-
-
-def _check_numbers(plan: Plan, returned: Iterable[tuple[str, Tensor]], given: Iterable[tuple[str, Tensor]]) -> str:
+def _find_wrong_number(
+    plan: Plan, returned: Iterable[tuple[str, Tensor]], received: Iterable[tuple[str, Tensor]]
+) -> str:
     """Return why the named tensors ``returned`` are wrong: on another device than the model, or no longer finite."""
     device, broken = next(iter(plan.initial.values())).device, ""
     for name, tensor in returned:
         if tensor.device != device:
             return f"returns {name} on {tensor.device}, and the model is on {device}: move it there"
         broken = broken or ("" if _is_finite(tensor) else name)
-    if not broken or not all(_is_finite(tensor) for _, tensor in given):
+    if not broken or not all(_is_finite(tensor) for _, tensor in received):
         return ""
     return f"returns {broken} with numbers that are not finite: guard divisions, logarithms and roots (clamp)"
 
@@ -279,15 +387,15 @@ def _is_finite(tensor: Tensor) -> bool:
 
 
 def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in ``value``, which may be states and contexts, with names."""
+    """Yield the tensors in ``value``, which may be states and views, with names."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, View | Server | Folded):
-        facts = {fact: getattr(value, fact, None) for fact in FACTS}
-        yield from _list_tensors({fact: fact_value for fact, fact_value in facts.items() if fact_value})
+        states = ("loaded", "memory", "server", "own", "uploads", "entries", "kept")
+        yield from _list_tensors([getattr(value, state, ()) for state in states])
     elif isinstance(value, Mapping):
-        for key, each in value.items():
-            yield from _list_tensors(each, repr(key))
+        for key, item in value.items():
+            yield from _list_tensors(item, repr(key))
     elif isinstance(value, list | tuple):
-        for each in value:
-            yield from _list_tensors(each, name)
+        for item in value:
+            yield from _list_tensors(item, name)

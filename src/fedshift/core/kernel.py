@@ -13,7 +13,7 @@ from dataclasses import replace
 
 from ..utils.state import State, clone, pick
 from .buffers import fit_spectral_norms
-from .disclosure import check_sends
+from .checks import check_sends
 from .plan import Plan
 from .rule import Client
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update

@@ -7,7 +7,7 @@ features for a batch, under the values of any client. Nothing here knows rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.dropout import dropout_key
-from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from .optimizer import Optimizer
@@ -149,7 +148,7 @@ class Network:
         """Initial values of the model's other entries."""
         return pick(self.initial, self.initial.keys() - self.trained)
 
-    @property
+    @cached_property
     def autocast(self) -> torch.dtype | None:
         """Number format of ``torch.autocast`` for layers; None: the format of the parameters."""
         return LOW.get(self.precision)
@@ -219,12 +218,7 @@ class Network:
         self._mode.update(training=training, frozen=frozen, first=first)
         if not self.overrides_mode:
             for layer in self.layers:
-                layer.training = training
-            self._freeze()
-
-    def _freeze(self) -> None:
-        for layer in self.normalizing if self._mode["frozen"] else ():
-            layer.training = False  # without its children, such as a dropout
+                layer.training = training and not (frozen and layer in self.normalizing)
 
     @contextmanager
     def switched(self) -> Iterator[None]:
@@ -233,7 +227,8 @@ class Network:
             self.module.eval()
         elif self._mode["first"]:
             self.module.train()
-        self._freeze()
+        for layer in self.normalizing if self._mode["frozen"] else ():
+            layer.training = False  # without its children, such as a dropout
         try:
             yield
         finally:
@@ -292,31 +287,52 @@ def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
-def compute_outputs(network: Network, state: State, x: Tensor, *, in_place: bool | None = None) -> Tensor:
-    """Return the template's outputs under ``state``, in the model's dtype, for inputs ``x [B, ...]``.
+def compute_outputs(network: Network, state: State, x: Tensor) -> Tensor:
+    """Return the outputs of :func:`compute_features`."""
+    return compute_features(network, state, x, {})[0]
 
-    Buffers that the network writes or assigns are written into ``state``.
+
+def compute_features(
+    network: Network, state: State, x: Tensor, layers: Mapping[str, nn.Module], *, in_place: bool | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the template's outputs under ``state`` for inputs ``x [B, ...]``, and the inputs of ``layers``, by reader.
+
+    Both are in the model's dtype. Buffers that the network writes or assigns are written into ``state``.
 
     ``in_place``: whether the template's own tensors hold the entries, as in plain PyTorch; otherwise, as in
     ``torch.func.functional_call``, other tensors replace them, which passes by what holds the template's tensors
     elsewhere. None: in place, unless a transform of ``torch.func`` or autograd needs the tensors of ``state``, or a
     backward pass the entries that are in place now.
     """
-    if in_place is None:
-        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
-        in_place = not (differentiated or network._mode["resident"] or torch._C._functorch.peek_interpreter_stack())
+    in_place = _can_hold(network, state) if in_place is None else in_place
     if network.traits.exchange and not in_place:
         raise UsageError(
             f"another model's weights cannot take the place of this model's ({network.traits.exchange}), because "
             "something else holds its parameters, such as a closure, a list, a hook or a checkpoint: call the layers "
             "themselves in forward, or use a method that runs no second model, and the sequential engine"
         )
-    x = x.clone() if network.traits.writes_inputs else x
-    with (_in_place if in_place else _exchanged)(network, state):
+    seen: dict[nn.Module, Tensor] = {}
+    with ExitStack() as stack:
+        for layer in set(layers.values()):
+            stack.enter_context(layer.register_forward_pre_hook(lambda layer, x: seen.update({layer: x[0]})))
+        stack.enter_context(_placed(network, state, in_place=in_place))
+        x = x.clone() if network.traits.writes_inputs else x
         outputs = _call(network, x) if network.autocast or network.overrides_mode else network.module(x)
     if not isinstance(outputs, Tensor):
         raise UsageError(_describe_wrong_outputs(network.module, outputs))
-    return outputs.to(network.dtype) if network.autocast else outputs
+    for reader, layer in layers.items():
+        if layer not in seen:
+            raise UsageError(
+                f"method {network.label!r}: {reader} reads the input of a {type(layer).__name__}, which the model does "
+                "not call in its forward pass: name a layer that it calls"
+            )
+    return outputs.to(network.dtype), {reader: seen[layer].to(network.dtype) for reader, layer in layers.items()}
+
+
+def _can_hold(network: Network, state: State) -> bool:
+    """Return whether the template's own tensors can hold ``state`` during a pass."""
+    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
+    return not (differentiated or network._mode["resident"] or torch._C._functorch.peek_interpreter_stack())
 
 
 def _call(network: Network, x: Tensor) -> Any:
@@ -326,20 +342,21 @@ def _call(network: Network, x: Tensor) -> Any:
 
 
 @contextmanager
-def _in_place(network: Network, state: State) -> Iterator[None]:
-    for held, key, name, own in network.slots:
-        if not name:
-            held[key] = own.clone()
-        elif own is not (tensor := state[name]) and own.data_ptr() != tensor.data_ptr():
-            own.data = tensor
+def _placed(network: Network, state: State, *, in_place: bool) -> Iterator[None]:
+    """Put ``state`` in place of the template's values (``in_place``) or tensors, and copies of other buffers."""
     try:
+        for held, key, name, own in network.slots:
+            if not name or not in_place:
+                held[key] = state[name] if name else own.clone()
+            elif own is not (tensor := state[name]) and own.data_ptr() != tensor.data_ptr():
+                own.data = tensor
         yield
     finally:
         for held, key, name, own in network.slots:
             now = held.get(key, own)
             if now is not own:
                 held[key] = own
-            if name and now is not (tensor := state[name]) and now.data_ptr() != tensor.data_ptr():
+            if in_place and name and now is not (tensor := state[name]) and now.data_ptr() != tensor.data_ptr():
                 _write(state, name, now.detach())
 
 
@@ -349,38 +366,6 @@ def _write(state: State, name: str, value: Tensor) -> None:
         state[name].copy_(value)
     else:
         state[name] = value.clone()
-
-
-@contextmanager
-def _exchanged(network: Network, state: State) -> Iterator[None]:
-    """Replace the template's tensors by ``state``, and its other buffers by copies."""
-    try:
-        for held, key, name, own in network.slots:
-            held[key] = state[name] if name else own.clone()
-        yield
-    finally:
-        for held, key, _, own in network.slots:
-            held[key] = own
-
-
-def compute_features(
-    network: Network, state: State, x: Tensor, layers: Mapping[str, nn.Module], *, in_place: bool | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return :func:`compute_outputs`, and the inputs of ``layers`` in the same pass, by the rules that read them."""
-    seen: dict[nn.Module, Tensor] = {}
-
-    def record(layer: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        seen[layer] = inputs[0]
-
-    with placed_hooks(layer.register_forward_pre_hook(record) for layer in set(layers.values())):
-        outputs = compute_outputs(network, state, x, in_place=in_place)
-    for reader, layer in layers.items():
-        if layer not in seen:
-            raise UsageError(
-                f"method {network.label!r}: {reader} reads the input of a {type(layer).__name__}, which the model does "
-                "not call in its forward pass: name a layer that it calls"
-            )
-    return outputs, {reader: seen[layer].to(network.dtype) for reader, layer in layers.items()}
 
 
 def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:

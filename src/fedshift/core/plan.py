@@ -20,6 +20,7 @@ from .network import Loss, Network
 from .optimizer import SGD
 from .rule import HOOKS, Declared, Rule
 from .selection import hybrid_factors
+from .states import LocalTrainingState
 
 
 class Updated(NamedTuple):
@@ -146,6 +147,11 @@ class Plan(Network):
         return self._list_phases("after")
 
     @cached_property
+    def separate(self) -> frozenset[int]:
+        """Positions of rules whose own parameters are trained in separate passes, where their loss runs."""
+        return frozenset(index for index, phase in (*self.before, *self.after))
+
+    @cached_property
     def _during(self) -> tuple[RulePhase, ...]:
         """Phases within the model's steps."""
         return self._list_phases("during")
@@ -158,15 +164,18 @@ class Plan(Network):
         """Whether the parameters trained in a step depend on the number of steps in the round."""
         return any(phase.share != (0.0, 1.0) for _, phase in self._during)
 
-    def updates_in(self, step: int, steps: int, separate_phase: RulePhase | None) -> tuple[Updated, ...]:
-        """Return the parameters trained in ``step`` (from 0) of the model's ``steps``, or in a separate phase."""
-        if separate_phase:
-            active: tuple[RulePhase, ...] = (separate_phase,)
+    def list_updates(self, job: LocalTrainingState) -> tuple[Updated, ...]:
+        """Return the updates of the next step of ``job``, one of the model's steps or of a separate phase."""
+        if job.separate_phase:
+            active: tuple[RulePhase, ...] = (job.separate_phase,)
+        elif self.phases_need_step_count:
+            step = job.done - job.start
+            active = tuple(each for each in self._during if each[1].covers(step, job.planned_steps))
         else:
-            active = tuple(each for each in self._during if each[1].covers(step, steps))
-        kind = active, separate_phase is None
+            active = self._during
+        kind = active, job.separate_phase is None
         if kind not in self._updates:
-            updates = self._list_updates(active, model=separate_phase is None)
+            updates = self._list_updates(active, model=job.separate_phase is None)
             self._updates[kind] = tuple(each for each in updates if each.names)
         return self._updates[kind]
 

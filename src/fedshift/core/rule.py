@@ -14,10 +14,10 @@ they correct). In a stage, rules act in the order of their names.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
@@ -32,7 +32,6 @@ from ..utils.state import State, clone
 from .declarations import Phase, Send
 from .means import weighted_mean
 from .network import Loss, Network, compute_features, forward
-from .requirements import Requirements
 from .states import LocalTrainingState, Seen, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
@@ -48,7 +47,17 @@ class Rule:
     branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
 
     Attributes:
-        requires: Requirements on the rest of the method, checked before training starts.
+        needs_shared: Refusals begin with this use of parameters that clients load and train; empty, here and below: the
+            rule needs nothing of this kind.
+        needs_several_steps: The notice of a round of one step from the loaded values begins with this reason.
+        needs_plain_steps: Refusals begin with this claim, which holds only if each local step moves every parameter
+            along its gradient, starting from the loaded values, by SGD without momentum.
+        allows_momentum: ``needs_plain_steps`` allows momentum that is reset each round.
+        needs_entries_only: Refusals end with this reason why clients must send only the model's entries, and no rule
+            may read those of single clients.
+        needs_mean: Refusals begin with this use of the mean of uploads, which no rule must replace.
+        needs_classes: Refusals begin with this use of classes, of which each sample must have one.
+        needs_one_input: Refusals begin with this use of samples, which must be one array, such as an image.
         personalizes: ``use``: a client evaluates the result of :meth:`personalize` instead of the entries that it loads
             and keeps; ``start``: local work starts from that model, too.
         buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded
@@ -71,7 +80,14 @@ class Rule:
 
     """
 
-    requires: ClassVar[Requirements] = Requirements()
+    needs_shared: ClassVar[str] = ""
+    needs_several_steps: ClassVar[str] = ""
+    needs_plain_steps: ClassVar[str] = ""
+    allows_momentum: ClassVar[bool] = False
+    needs_entries_only: ClassVar[str] = ""
+    needs_mean: ClassVar[str] = ""
+    needs_classes: ClassVar[str] = ""
+    needs_one_input: ClassVar[str] = ""
     personalizes: ClassVar[Literal["", "use", "start"]] = ""
     buffers_alone: ClassVar[bool] = False
     gradient_stage: ClassVar[GradientStage] = "transform"
@@ -88,6 +104,11 @@ class Rule:
         super().__init_subclass__(**options)
         if cls.gradient_stage not in GRADIENT_STAGES:
             raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
+        for name in vars(cls).keys() - vars(Rule).keys():
+            if callable(getattr(cls, name)) and (near := get_close_matches(name, HOOKS, n=1, cutoff=0.8)):
+                raise UsageError(
+                    f"{cls.__name__}.{name}() is not a hook, so nothing calls it: did you mean {near[0]}()?"
+                )
         if (cls.personalize is not Rule.personalize) != bool(cls.personalizes):
             raise UsageError(
                 f"{cls.__name__}: personalize() and the class attribute personalizes ('use' or 'start') go together: "
@@ -293,12 +314,12 @@ class View:
         """The network's other entries, as they were before the step."""
         return {name: self._job.rest[name] for name in self._network.buffers}
 
-    def _require(self, declared: object, what: str, declaration: str) -> None:
-        if not declared:
-            raise UsageError(
-                f"{type(self.bound.rule).__name__} reads {what} without declaring it: return "
-                f"Declared(self, {declaration}) from its bind()"
-            )
+
+def _refuse(bound: Declared, what: str, declaration: str) -> UsageError:
+    return UsageError(
+        f"{type(bound.rule).__name__} reads {what} without declaring it: return "
+        f"Declared(self, {declaration}) from its bind()"
+    )
 
 
 class Client(View):
@@ -350,7 +371,8 @@ class Client(View):
         return seen._replace(x=seen.x[:count], y=seen.y[:count])
 
     def _see(self, declared: object, what: str, declaration: str) -> Seen:
-        self._require(declared, what, declaration)
+        if not declared:
+            raise _refuse(self.bound, what, declaration)
         if self._seen is None:
             raise UsageError(f"{type(self.bound.rule).__name__} reads {what} outside of start(): read it there")
         return self._seen
@@ -366,27 +388,32 @@ class Pass(NamedTuple):
     x: Tensor
     y: Tensor
     outputs: Tensor
-    view: Step
     read: Mapping[str, Tensor]
+    bound: Declared
 
     @property
     def features(self) -> Tensor:
         """The input of the layer that ``Declared.features`` names."""
-        self.view._require(self.view.bound.features, "features", "features='last'")
-        return self.read[self.view.bound.name]
+        if not self.bound.features:
+            raise _refuse(self.bound, "features", "features='last'")
+        return self.read[self.bound.name]
 
 
 class Step(View):
     """A local step.
 
     ``x``: inputs of the batch, ``[B, ...]``. ``y``: its targets, ``[B, ...]``. ``criterion``: the training loss, a
-    function of outputs and targets. ``steps``: number of steps taken in the round, an int64 scalar tensor, which a
-    recorded step can vary.
+    function of outputs and targets.
     """
 
     def __init__(self, batch: Batch, index: int, state: State) -> None:
         super().__init__(batch.network, batch.rules[index], index, batch.job, state)
-        self.x, self.y, self.criterion, self.steps, self._batch = batch.x, batch.y, batch.loss, batch.job.steps, batch
+        self.x, self.y, self.criterion, self._batch = batch.x, batch.y, batch.loss, batch
+
+    @property
+    def steps(self) -> Tensor:
+        """The number of steps taken in the round, an int64 scalar, which a recorded step can vary."""
+        return self._job.steps
 
     @property
     def start(self) -> State:
@@ -399,7 +426,8 @@ class Step(View):
     @property
     def key(self) -> Tensor:
         """The int64 scalar that keys the step's random draws; needs ``draws=True``."""
-        self._require(self.bound.draws, "key", "draws=True")
+        if not self.bound.draws:
+            raise _refuse(self.bound, "key", "draws=True")
         return derive_key(self._batch.key, self.bound.name)
 
     @property
@@ -410,7 +438,7 @@ class Step(View):
     @property
     def features(self) -> Tensor:
         """The input of the layer that ``Declared.features`` names, from the same pass."""
-        return Pass(self.x, self.y, self.outputs, self, self._batch.passed[1]).features
+        return Pass(self.x, self.y, *self._batch.passed, self.bound).features
 
     def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> Pass:
         """Return the forward pass of the model with ``entries``, on the batch or on the inputs ``x``.
@@ -420,14 +448,21 @@ class Step(View):
         With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics, and no buffer is
         written. Raises :class:`UsageError` if a trained entry is missing.
         """
-        x = self.x if x is None else x
-        with self._batch.mode(training=training), dropout_key(self._batch.key):
-            outputs, features = self._batch.run(self._complete(entries), x)
-        return Pass(x, self.y, outputs, self, features)
+        x, network, frozen = self.x if x is None else x, self._network, self._job.frozen
+        model = self._batch.complete(entries, self.bound)
+        network.set_mode(training=training, frozen=frozen)
+        try:
+            with dropout_key(self._batch.key):
+                return Pass(x, self.y, *compute_features(network, model, x, self._batch.layers), self.bound)
+        finally:
+            network.set_mode(training=True, frozen=frozen, first=False)
 
     def loss_at(self, entries: State) -> Tensor:
         """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
-        return self._batch.loss_at(self._complete(entries))
+        batch = self._batch
+        model = batch.complete(entries, self.bound)
+        passed = compute_features(batch.network, model, batch.x, batch.layers)
+        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **model}), batch.y)
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
@@ -443,15 +478,6 @@ class Step(View):
             step.buffers, step.loaded = buffers, {}
         return step
 
-    def _complete(self, entries: State) -> State:
-        if missing := self.params.keys() - entries.keys():
-            raise UsageError(
-                f"{type(self.bound.rule).__name__} runs a model without {min(missing)!r}, which is trained: give all "
-                "trained entries: step.start | entries for the client's model when the round began (a teacher), or "
-                "step.params | entries for the model in training"
-            )
-        return entries
-
 
 class Batch:
     """The batch of a step, on which rules run networks; ``params``: where the objective is computed."""
@@ -460,20 +486,25 @@ class Batch:
         self, network: Network, rules: Sequence[Declared], layers: Mapping[str, nn.Module], loss: Loss,
         job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor,
     ) -> None:  # fmt: skip
-        self.network, self.rules, self._layers, self.loss, self.job = network, rules, layers, loss, job
-        self._params, self.x, self.y, self.key = params, x, y, key
+        self.network, self.rules, self.layers, self.loss, self.job = network, rules, layers, loss, job
+        self.params, self.x, self.y, self.key = params, x, y, key
 
     @cached_property
     def passed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and features by rule, of the pass that computed the loss, which runs on demand."""
         with dropout_key(self.key):
-            return self.run(self._params, self.x)
+            return compute_features(self.network, self.complete(self.params), self.x, self.layers)
 
-    def run(self, entries: State, x: Tensor, *, in_place: bool | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return outputs and features by rule; ``entries``: not copied, completed by copies of the model's others."""
+    def complete(self, entries: State, bound: Declared | None = None) -> State:
+        """Return ``entries``, which are not copied, and copies of the model's others; ``bound``: the rule that asks."""
+        if missing := self.network.params.keys() - entries.keys():
+            raise UsageError(
+                f"{type(bound.rule).__name__ if bound else 'a rule'} runs a model without {min(missing)!r}, which is "
+                "trained: give all trained entries: step.start | entries for the client's model when the round began "
+                "(a teacher), or step.params | entries for the model in training"
+            )
         rest = self.job.rest
-        model = {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
-        return compute_features(self.network, model, x, self._layers, in_place=in_place)
+        return {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
 
     def change_outputs(self, passed: tuple[Tensor, dict[str, Tensor]], state: State) -> Tensor:
         """Return the outputs of a pass after every rule's :meth:`Rule.outputs`; ``state``: all entries."""
@@ -483,20 +514,6 @@ class Batch:
                 there.passed = passed
                 passed = bound.rule.outputs(passed[0], Step(there, index, state)), passed[1]
         return passed[0]
-
-    def loss_at(self, entries: State) -> Tensor:
-        """Return the loss on the batch of the model with ``entries``."""
-        outputs = self.change_outputs(self.run(entries, self.x), {**self._params, **self.job.rest, **entries})
-        return self.loss(outputs, self.y)
-
-    @contextmanager
-    def mode(self, *, training: bool) -> Iterator[None]:
-        """Put the template in another mode inside the block."""
-        self.network.set_mode(training=training, frozen=self.job.frozen)
-        try:
-            yield
-        finally:
-            self.network.set_mode(training=True, frozen=self.job.frozen, first=False)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -74,34 +74,33 @@ def entries(module: nn.Module, *, hidden: bool = False) -> tuple[Entry, ...]:
 
     ``hidden``: whether to include buffers that are not persistent.
     """
-    rows: list[Entry] = []
+    found: list[Entry] = []
     seen: set[int] = set()
-    layers: list[nn.Module] = []
+    layer, number = module, 0
     modules = dict(module.named_modules())
     for prefix, holder in modules.items():
-        dot = f"{prefix}." if prefix else ""
         # The owner of a parametrized weight is the layer, not the parametrization: a BatchNorm stays a BatchNorm.
-        owner = modules[prefix.partition("parametrizations.")[0].rstrip(".")] if "parametrizations." in dot else holder
-        named = [(name, p, False) for name, p in holder._parameters.items()]
-        named += [(name, b, True) for name, b in holder._buffers.items()]
-        for name, tensor, is_buffer in named:
-            kind: Kind = _find_kind(holder, name, tensor) if is_buffer and tensor is not None else "parameter"
-            if tensor is not None and id(tensor) not in seen and (hidden or kind != "hidden"):
-                seen.add(id(tensor))
-                if not is_buffer and not any(layer is owner for layer in layers[-1:]):
-                    layers.append(owner)
-                rows.append(Entry(dot + name, owner, max(len(layers), 1), kind, _is_normal(owner, tensor)))
-    return tuple(replace(entry, from_end=max(len(layers), 1) - entry.from_end) for entry in rows)
+        owner = modules[prefix.split("parametrizations.")[0].rstrip(".")] if "parametrizations." in prefix else holder
+        for name, tensor in (*holder._parameters.items(), *holder._buffers.items()):
+            kind: Kind = _find_kind(holder, name, tensor) if name in holder._buffers else "parameter"
+            if tensor is None or id(tensor) in seen or (kind == "hidden" and not hidden):
+                continue
+            seen.add(id(tensor))
+            if kind == "parameter" and (owner is not layer or not number):
+                layer, number = owner, number + 1
+            full_name = f"{prefix}.{name}" if prefix else name
+            found.append(Entry(full_name, owner, max(number, 1), kind, _is_normal(owner, tensor)))
+    return tuple(replace(entry, from_end=max(number, 1) - entry.from_end) for entry in found)
 
 
-def _find_kind(holder: nn.Module, name: str, tensor: Tensor) -> Kind:
+def _find_kind(holder: nn.Module, name: str, tensor: Tensor | None) -> Kind:
     """Return the kind of a buffer as far as its module shows it; ``constant`` where only training can."""
     if name in holder._non_persistent_buffers_set:
         return "hidden"
     if isinstance(holder, _SpectralNorm):
         return "spectral"
     known = KINDS.get(name) if isinstance(holder, LEARNED) or has_foreign_statistics(holder) else None
-    ours = type(holder).__module__.startswith("fedshift.") and tensor.is_floating_point()
+    ours = type(holder).__module__.startswith("fedshift.") and tensor is not None and tensor.is_floating_point()
     return known or ("average" if ours else "constant")
 
 
@@ -159,13 +158,6 @@ class Select:
         constant = next((name for name in ("everything", "nothing", "buffers") if self is globals()[name]), None)
         return constant or (Select, (self.matches, self.text, self.parts, self.operator))
 
-    def claims(self) -> Iterable[Select]:
-        """Yield the parts that must match an entry: named selections, and combinations excluded as a whole."""
-        if not self.parts or len(self.parts) == 1:
-            yield from self.parts or (self,)
-        for part in self.parts:
-            yield from part.claims()
-
     def names(self, entries: Iterable[Entry], fate: str = KEPT) -> frozenset[str]:
         """Return the names of the matching entries.
 
@@ -173,24 +165,30 @@ class Select:
         only entries that other parts already exclude. ``fate``: describes excluded entries in messages.
         """
         entries = tuple(entries)
-        for claim in self.claims():
-            if claim not in (everything, nothing) and not any(map(claim, entries)):
-                raise UsageError(_describe_unmatched(claim, entries))
-        parts = self._conjuncts()
+        parts = self._list_conjuncts()
         for index, part in enumerate(parts):
             others = parts[:index] + parts[index + 1 :]
             if part.operator == "~" and not any(not part(e) and all(other(e) for other in others) for e in entries):
-                what = part.parts[0].text
-                kept = " and ".join(other.parts[0].text for other in others if other.operator == "~")
-                if kept:
-                    raise UsageError(f"{what} is {fate} twice, also by {kept}: remove one of the methods")
-                if fate != KEPT:
-                    raise UsageError(f"{what} cannot be {fate}, because another part leaves it out: remove a method")
-                raise UsageError(f"{what} cannot stay on the client, because it is never sent: remove a method")
+                raise UsageError(_describe_repeated(part.parts[0], others, entries, fate))
+        for leaf in self._list_leaves():
+            if leaf not in (everything, nothing) and not any(map(leaf, entries)):
+                raise UsageError(_describe_unmatched(leaf, entries))
         return frozenset(entry.name for entry in entries if self(entry))
 
-    def _conjuncts(self) -> list[Select]:
-        return [each for part in self.parts for each in part._conjuncts()] if self.operator == "&" else [self]
+    def _list_conjuncts(self) -> list[Select]:
+        return [each for part in self.parts for each in part._list_conjuncts()] if self.operator == "&" else [self]
+
+    def _list_leaves(self) -> list[Select]:
+        return [leaf for part in self.parts for leaf in part._list_leaves()] if self.parts else [self]
+
+
+def _describe_repeated(excluded: Select, others: list[Select], entries: tuple[Entry, ...], fate: str) -> str:
+    """Return the message for a selection that excludes nothing that ``others`` leave."""
+    if not any(map(excluded, entries)):
+        return _describe_unmatched(excluded, entries)
+    if also := " and ".join(other.parts[0].text for other in others if other.operator == "~"):
+        return f"{excluded.text} is {fate} twice, also by {also}: remove one of the methods"
+    return f"{excluded.text} cannot be {fate}, because another part leaves it out: remove a method"
 
 
 def _describe_unmatched(claim: Select, entries: tuple[Entry, ...]) -> str:
@@ -206,10 +204,10 @@ def _describe_unmatched(claim: Select, entries: tuple[Entry, ...]) -> str:
     )
 
 
-def of_type(*types: type[nn.Module], text: str | None = None) -> Select:
+def of_type(*types: type[nn.Module]) -> Select:
     """Select entries whose owner is an instance of one of ``types``."""
-    label = text or f"of_type({', '.join(kind.__name__ for kind in types)})"
-    return Select(lambda entry: isinstance(entry.owner, types), label)
+    text = f"of_type({', '.join(kind.__name__ for kind in types)})"
+    return Select(lambda entry: isinstance(entry.owner, types), text)
 
 
 def name_matches(pattern: str) -> Select:

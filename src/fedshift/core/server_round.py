@@ -97,7 +97,7 @@ class StreamingAggregator:
         Rules that protect from single clients, or protect these, keep the server's.
         """
         weight, rule = self._sizes.weigh_alone(name, update), self._plan.method.aggregator
-        if weight > self._largest and not (rule and rule.requires.entries_only):
+        if weight > self._largest and not (rule and rule.needs_entries_only):
             self._taken, self._largest = pick(update.shared, self._whole), weight
         return replace(update, shared=pick(update.shared, update.shared.keys() - self._whole))
 

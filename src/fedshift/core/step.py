@@ -18,7 +18,7 @@ from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .network import compute_features, to_memory_format
-from .plan import Plan, Updated
+from .plan import Plan
 from .rule import Batch, Step
 from .states import LocalTrainingState
 
@@ -26,14 +26,9 @@ SAMPLE_GRADIENTS = 2**27
 """Maximum size, in bytes, of the gradients of single samples in memory at a time."""
 
 
-def list_updates(plan: Plan, job: LocalTrainingState) -> tuple[Updated, ...]:
-    """Return the updates of the next step of ``job``."""
-    return plan.updates_in(job.done - job.start, job.planned_steps, job.separate_phase)
-
-
 def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
     """Return the parameters that the next step of ``job`` trains, in order."""
-    active = frozenset[str]().union(*(each.names for each in list_updates(plan, job)))
+    active = frozenset[str]().union(*(each.names for each in plan.list_updates(job)))
     return [name for name in job.params if name in active]
 
 
@@ -56,7 +51,7 @@ def compute_objective(
     rest = clone(job.rest)
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
-    batch = _make_batch(plan, job, params, x, y, key)
+    batch = Batch(plan, plan.rules, plan.feature_layers, plan.loss, job, params, x, y, key)
     with dropout_key(key):
         for index in plan.defines("batch"):
             step = Step(batch, index, {**params, **job.rest})
@@ -66,17 +61,12 @@ def compute_objective(
         else:
             passed = compute_features(plan, model, batch.x, plan.feature_layers, in_place=in_place)
             rest |= {name: model[name] for name in rest if name in model}
-            batch.passed = batch.change_outputs(passed, state), passed[1]
+            batch.passed = (batch.change_outputs(passed, state), passed[1]) if plan.defines("outputs") else passed
             total = loss = plan.loss(batch.passed[0], batch.y)
         for index in plan.defines("loss"):
-            separate = plan.rules[index].has_separate_passes
-            if job.separate_phase[0] == index if job.separate_phase else not separate:
+            if job.separate_phase[0] == index if job.separate_phase else index not in plan.separate:
                 total = plan.rules[index].rule.loss(total, Step(batch, index, state))
     return total, loss, rest
-
-
-def _make_batch(plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor) -> Batch:
-    return Batch(plan, plan.rules, plan.feature_layers, plan.loss, job, params, x, y, key)
 
 
 def compute_gradients(
@@ -99,7 +89,8 @@ def compute_gradients(
             if leaf.grad is not None
         }
     after = {name: tensor.detach() for name, tensor in rest.items()}
-    return transform_gradients(plan, job, grads, key), after, loss.detach()
+    grads = transform_gradients(plan, job, grads, key) if plan.defines("gradients") else grads
+    return grads, after, loss.detach()
 
 
 def combine_samples(
@@ -140,7 +131,7 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
     the gradients of other rules' parameters otherwise.
     """
     state, nothing = job.state, torch.empty(0)
-    batch = _make_batch(plan, job, job.params, nothing, nothing, key)
+    batch = Batch(plan, plan.rules, {}, plan.loss, job, job.params, nothing, nothing, key)
     for index in plan.defines("gradients"):
         rule, step = plan.rules[index].rule, Step(batch, index, state)
         changed = pick(grads, plan.trained)
@@ -159,7 +150,7 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
 
 def update_(plan: Plan, job: LocalTrainingState, grads: State, rest: State, samples: int) -> LocalTrainingState:
     """Take the optimizer's step along ``grads``, computed on ``samples`` samples, in place in ``job``'s tensors."""
-    for each in list_updates(plan, job):
+    for each in plan.list_updates(job):
         optimizer = plan.optimizer if each.decay else replace(plan.optimizer, weight_decay=0.0)
         optimizer.update_(pick(job.params, each.names & grads.keys()), grads, job.optimizer, job.lr * each.lr_scale)
         if each.rule is not None:

@@ -28,6 +28,8 @@ from ..utils.random_streams import stream
 Bounds = tuple[tuple[int, int], ...]
 AMOUNTS = ("epochs", "batches", "steps")
 """Units of the amount of local work."""
+CACHED_SAMPLES = 10_000
+"""Maximum number of a client's samples for which the order of an epoch is cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,48 +73,36 @@ class Work:
 
     def steps_of_round(self, done: int, per_pass: int) -> range:
         """Return the steps of the next round of a client after ``done`` steps, with ``per_pass`` batches per epoch."""
-        if self.epochs is not None:
-            return range(done, done + self.epochs * per_pass)
-        if self.steps is not None:
-            return range(done, done + self.steps)
-        assert self.batches is not None
-        return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
+        if self.batches is not None:
+            return range(done, min(done + self.batches, (done // per_pass + 1) * per_pass))
+        return range(done, done + self._steps(per_pass))
 
     def is_one_step(self, sizes: Iterable[int], smallest: int = 1) -> bool:
         """Return whether each round of clients with ``sizes`` samples is one step.
 
         ``smallest``: see :meth:`batch_bounds`.
         """
-        return self.always_one_step or (
-            self.epochs == 1 and all(len(self.batch_bounds(size, smallest)) == 1 for size in sizes)
-        )
-
-    @property
-    def always_one_step(self) -> bool:
-        """Whether a round is one step for any number of samples."""
-        return 1 in (self.batches, self.steps)
+        once = self.epochs == 1 and all(len(self.batch_bounds(size, smallest)) == 1 for size in sizes)
+        return once or 1 in (self.batches, self.steps)
 
     def rounds(self, done: int, per_pass: int) -> int:
         """Return the number of rounds that amount to ``done`` steps, with ``per_pass`` batches per epoch."""
-        if self.epochs is not None:
-            return done // (self.epochs * per_pass)
-        if self.steps is not None:
-            return done // self.steps
-        assert self.batches is not None
+        if self.batches is None:
+            return done // self._steps(per_pass)
         passes, rest = divmod(done, per_pass)
-        return passes * -(-per_pass // self.batches) + -(-rest // self.batches)
+        return passes * ceil(per_pass / self.batches) + ceil(rest / self.batches)
 
     def passes(self, rounds: int, per_pass: int) -> int:
         """Return the number of epochs that a client starts in ``rounds`` rounds, with ``per_pass`` batches per epoch.
 
         Each sample is in one batch per epoch, so that this bounds the number of steps that use it.
         """
-        if self.epochs is not None:
-            return rounds * self.epochs
-        if self.steps is not None:
-            return ceil(rounds * self.steps / per_pass)
-        assert self.batches is not None
+        if self.batches is None:
+            return ceil(rounds * self._steps(per_pass) / per_pass)
         return ceil(rounds / ceil(per_pass / self.batches))
+
+    def _steps(self, per_pass: int) -> int:
+        return self.steps or (self.epochs or 0) * per_pass
 
 
 @lru_cache(maxsize=1024)
@@ -129,15 +119,13 @@ def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps:
     if count == 1:
         yield from ((step, torch.arange(samples)) for step in steps)
         return
-    draw = _kept_order if len(steps) < count and samples <= KEPT_SAMPLES else _draw_order
+    draw = _cached_order if len(steps) < count and samples <= CACHED_SAMPLES else _draw_order
     step = steps.start
     while step < steps.stop:
         epoch, first = divmod(step, count)
         batches = bounds[first : first + steps.stop - step]
         order = draw(seed, client, epoch, samples)[batches[0][0] : batches[-1][1]]
-        many = len(batches) > 1  # one call in place of one for each batch
-        parts = order.split_with_sizes([stop - start for start, stop in batches]) if many else (order,)
-        yield from enumerate(parts, step)
+        yield from enumerate(order.split_with_sizes([stop - start for start, stop in batches]), step)
         step += len(batches)
 
 
@@ -160,12 +148,8 @@ def square_uses(
     return distinct, total
 
 
-KEPT_SAMPLES = 10_000
-"""Maximum number of a client's samples for which the order of an epoch is cached."""
-
-
 def _draw_order(seed: int, client: str, number: int, samples: int) -> Tensor:
     return torch.from_numpy(stream(seed, "order", client, number).permutation(samples))
 
 
-_kept_order = lru_cache(maxsize=1024)(_draw_order)
+_cached_order = lru_cache(maxsize=1024)(_draw_order)

@@ -13,8 +13,9 @@ from dataclasses import dataclass, replace
 
 from ..core.method import Method
 from ..core.plan import Plan
+from ..engines.auto import count_passes
 from ..engines.engine import Diverged
-from ..experiments.duration import Cost, count_passes, predict_cost
+from ..experiments.duration import Cost, predict_cost
 from ..experiments.experiment import Experiment
 from ..experiments.trial import Trial
 from ..utils.errors import Ref, UsageError

@@ -8,10 +8,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import zip_longest
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -86,8 +84,6 @@ class Engine(ABC):
     workers: int | None = None
     augment: Augmentation | None = None
     separate_uploads: bool = True
-    reads_ahead: ClassVar[bool] = True
-    """Whether the engine reads the next batch of lazy samples during the current step."""
 
     def __post_init__(self) -> None:
         if why := self.refusal(self.plan, self.data, self.augment):
@@ -162,45 +158,20 @@ class Engine(ABC):
         bounds = self.plan.work.batch_bounds(len(self.data[name]), self.plan.smallest_batch)
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
-    def draw_batches(self, name: str, client: ClientState) -> Batches:
-        """Return the client's batches in this round."""
+    def draw_batches(self, name: str, client: ClientState, phase: Phase | None = None) -> Batches:
+        """Return the client's batches in this round, or in a separate ``phase``, whose steps are numbered apart."""
         bounds, steps = self.steps_of_round(name, client)
+        if phase:
+            count = phase.epochs * len(bounds)
+            done = self.plan.work.rounds(client.steps, len(bounds)) * count
+            steps = range(done, done + count)
         return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, steps))
-
-    def draw_separate(self, name: str, client: ClientState, phase: Phase) -> Batches:
-        """Return the batches of a separate phase, numbered independently of the model's batches."""
-        bounds, _ = self.steps_of_round(name, client)
-        count = phase.epochs * len(bounds)
-        done = self.plan.work.rounds(client.steps, len(bounds)) * count
-        return list(iterate_batches(self.seed, name, len(self.data[name]), bounds, range(done, done + count)))
-
-    def read_ahead(self, name: str, batches: Batches) -> Iterator[tuple[int, Tensor, Tensor | None]]:
-        """Yield the step and indices of each batch, and its stored samples if another thread can read lazy samples.
-
-        A thread reads the next batch while the current one is used. Samples depend only on the batch, so that results
-        are the same as without the thread.
-        """
-        data = self.data[name]
-        if not (self.reads_ahead and data.threaded and len(batches) > 1):
-            yield from ((step, index, None) for step, index in batches)
-            return
-
-        def read(step: int, index: Tensor) -> Tensor:
-            return data.read(index.to(data.y.device), (self.seed, name, step))
-
-        with ThreadPoolExecutor(1) as thread:
-            pending = thread.submit(read, *batches[0])
-            for (step, index), after in zip_longest(batches, batches[1:]):
-                x = pending.result()
-                if after is not None:
-                    pending = thread.submit(read, *after)
-                yield step, index, x
 
     def load_batch(self, name: str, step: int, index: Tensor, stored: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return inputs ``[B, ...]`` and targets ``[B, ...]`` of a client's step on the samples at ``index``.
 
         Patches, augmentation and random transforms of lazy samples depend only on ``(seed, name, step)``; masks are cut
-        and transformed with their images. ``stored``: the samples, if :meth:`read_ahead` has read them.
+        and transformed with their images. ``stored``: the samples, if they have been read.
         """
         data, augment, key = self.data[name], self.augment, (self.seed, "augment", name, step)
         index = index.to(data.y.device)

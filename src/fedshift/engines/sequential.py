@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
+from itertools import starmap
 
 import torch
 from torch import Tensor
@@ -56,15 +59,28 @@ class Sequential(Engine):
         """Return the job after the separate ``phases``, each of which trains only one rule's own parameters."""
         for index, phase in phases:
             job = replace(job, separate_phase=(index, phase))
-            for batch in self._iterate(name, self.draw_separate(name, client, phase)):
+            for batch in self._iterate(name, self.draw_batches(name, client, phase)):
                 job, _ = client_step_(self.plan, job, *batch)
         return replace(job, separate_phase=None)
 
     def _iterate(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-        """Yield the inputs ``[B, ...]``, labels ``[B]`` and dropout key of each step."""
+        """Yield the inputs ``[B, ...]``, targets ``[B, ...]`` and key of each step."""
         keys = self.step_keys(name, [step for step, _ in batches])
         moved = move_batches(batches, keys.device)
-        for batch, key in zip(self.read_ahead(name, moved), keys.unbind(), strict=True):
+        ahead = self.data[name].threaded and len(batches) > 1
+        loaded = self._load_ahead(name, moved) if ahead else starmap(partial(self.load_batch, name), moved)
+        for key in keys.unbind():
             with timed_section("data"):
-                x, y = self.load_batch(name, *batch)
+                x, y = next(loaded)
             yield x, y, key
+
+    def _load_ahead(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs and targets of each batch, whose samples a thread reads while the batch before is used."""
+        data, calls = self.data[name], iter([(index, (self.seed, name, step)) for step, index in batches])
+        with ThreadPoolExecutor(1) as thread:
+            pending = thread.submit(data.read, *next(calls))
+            for batch in batches:
+                stored = pending.result()
+                if call := next(calls, None):
+                    pending = thread.submit(data.read, *call)
+                yield self.load_batch(name, *batch, stored)

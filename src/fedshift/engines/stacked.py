@@ -88,7 +88,7 @@ class _Lane(NamedTuple):
     def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
         batches, plan = engine.draw_batches(name, client), engine.plan
         before, after = (
-            [engine.draw_separate(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
+            [engine.draw_batches(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
         )
         return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 

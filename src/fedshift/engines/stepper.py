@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from ..core.optimizer import SGD, may_join
 from ..core.plan import Plan
 from ..core.states import LocalTrainingState
-from ..core.step import combine_samples, compute_objective, list_active, list_updates, transform_gradients, update_
+from ..core.step import combine_samples, compute_objective, list_active, transform_gradients, update_
 from ..nn.deferred import LaneUpdates, LaneWeight
 from ..nn.lanes import MergedLanes
 from ..nn.linear import vmapped_lanes
@@ -154,7 +154,7 @@ class Stepper:
         # A tape fixes the round, and one a round costs more than it saves.
         if recorded and not job.separate_phase:
             shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
-            kind = shapes, job.frozen, list_updates(self.plan, job)
+            kind = shapes, job.frozen, self.plan.list_updates(job)
             factored = self.plan.is_plain_sgd and not (self._shared or self._rules_act)
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:

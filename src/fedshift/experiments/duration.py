@@ -13,9 +13,8 @@ from itertools import islice
 from typing import Any
 
 from ..config.settings_file import COMMAND
-from ..core.plan import Plan
 from ..core.selection import Scope
-from ..engines.auto import count_steps, estimate_seconds, measure_seconds
+from ..engines.auto import count_passes, count_steps, estimate_seconds, time_rounds
 from ..utils.errors import Ref, as_flag
 from ..utils.words import format_time
 from .settings import Settings
@@ -43,19 +42,13 @@ class Cost:
     evaluation: float
 
 
-def count_passes(plan: Plan) -> int:
-    """Count the epochs of a round that train parameters kept by rules instead of the model."""
-    return sum(phase.epochs for _, phase in (*plan.before, *plan.after))
-
-
 def predict_cost(trial: Trial) -> Cost:
     """Predict the seconds of a round and of an evaluation of ``trial`` from a timed step (cached)."""
     used, settings, clients = trial.inputs, trial.settings, trial.participants
     plan, sizes = used.plan, [len(split) for split in used.train.values()]
     steps, batch = count_steps(plan, used.train)
-    seconds = measure_seconds(
-        plan, used.train, clients=clients, rounds=1, workers=settings.workers, augment=settings.augment
-    )
+    timed = time_rounds(plan, used.train, clients=clients, rounds=1, workers=settings.workers, augment=settings.augment)
+    seconds = min(timed.values())
     each = seconds / (clients * steps * batch)  # for a sample
     seconds *= 1 + count_passes(plan) * sum(sizes) / len(sizes) / (steps * batch)
     parts = [client.splits[name] for client in trial.measured.clients for name in trial.splits]

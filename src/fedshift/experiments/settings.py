@@ -15,7 +15,7 @@ from ..config.catalog import list_several
 from ..config.expressions import split_expressions
 from ..config.given_settings import check_settings
 from ..config.spec import AUTO, Spec, TrialSpec
-from ..core.compatibility import check_task
+from ..core.checks import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
 from ..core.network import forward, to_inputs

@@ -20,7 +20,7 @@ from torch import nn
 
 from ..analysis.privacy import SampleUses
 from ..core.architecture import architecture
-from ..core.compatibility import check_client_count
+from ..core.checks import check_client_count
 from ..core.kernel import broadcast, global_state, init_client, init_server, trained_state
 from ..core.method import Method
 from ..core.mixes import Mixes

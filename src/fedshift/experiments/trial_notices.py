@@ -46,9 +46,8 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
         yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
     elsewhere = any(rule.personalizes == "start" and not rule.buffers_alone for rule in plan.method.rules)
     if not elsewhere and plan.work.is_one_step(map(len, trial.train.values()), plan.smallest_batch):
-        for needs in (rule.requires for rule in plan.method.rules):
-            if needs.several_steps:
-                yield f"{plan.method.label}: {needs.several_steps}; a round is one step here"
+        needs = filter(None, (rule.needs_several_steps for rule in plan.method.rules))
+        yield from (f"{plan.method.label}: {why}; a round is one step here" for why in needs)
     if plan.autocast is torch.float16 and experiment.make_engine is None:
         yield from _list_underflows(trial)
     merged = trial.find_merged_batches()

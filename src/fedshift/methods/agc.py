@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, modifier
 from ..core.network import Network
@@ -38,7 +37,6 @@ class Clipping(Rule):
     names: frozenset[str] = field(default=frozenset(), repr=False)
     on_copies = True
 
-    @override
     def bind(self, network: Network) -> Declared:
         left_out = frozenset() if self.classifier else last_layers(1).names(network.entries)
         bound = replace(self, names=frozenset(entry.name for entry in network.entries) - left_out)
@@ -58,7 +56,6 @@ class Clipping(Rule):
                 "a short run"
             )
 
-    @override
     def gradients(self, grads: State, step: Step) -> State:
         return {
             name: _adaptive_clip_grad(grad, step.params[name], self.clip) if name in self.names else grad
@@ -88,4 +85,4 @@ def agc(base: Method, *, clip: float = 0.64, classifier: bool = True) -> Method:
     """
     require(clip > 0, f"clip={clip:g}: give a number above 0, say 0.64")
     others = tuple(rule for rule in base.rules if not isinstance(rule, Clipping))
-    return replace(base, rules=(*others, Clipping(float(clip), classifier)))
+    return replace(base, rules=(*others, Clipping(clip, classifier)))

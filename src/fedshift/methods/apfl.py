@@ -9,11 +9,9 @@ Normalization statistics are updated by the mixture in training.
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Owned, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -27,20 +25,17 @@ class Mixture(Rule):
     learned: bool
     buffers: frozenset[str] = field(default=frozenset(), repr=False)
     personalizes = "use"
-    requires = Requirements(shared_entries="APFL mixes each client's model with the shared model")
+    needs_shared = "APFL mixes each client's model with the shared model"
 
-    @override
     def bind(self, network: Network) -> Declared:
         bound = replace(self, buffers=frozenset(entry.name for entry in network.entries if entry.is_buffer))
         alpha = {"alpha": next(iter(network.params.values())).new_full((), self.alpha)} if self.learned else {}
         return Declared(bound, model=network.initial, params=alpha, limits=dict.fromkeys(alpha, (0.0, 1.0)))
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         shared = {name: tensor.detach() for name, tensor in step.params.items()} | step.buffers
         return loss + step.loss_at(self._mix(shared, step.own))
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         return self._mix(state, client.own)
 
@@ -57,11 +52,8 @@ class Mixture(Rule):
 def apfl(base: Method, *, alpha: float = 0.5, learned: bool = True) -> Method:
     """Add a personal model to ``base``; each client uses the mixture of both.
 
-    Args:
-        base: The base method; None: FedAvg.
-        alpha: Weight of the personal model in the mixture, in [0, 1].
-        learned: Whether each client learns its weight, starting at ``alpha``.
-
+    ``alpha``: weight of the personal model in the mixture, in [0, 1]. ``learned``: whether each client learns its
+    weight, starting at ``alpha``.
     """
     require(0 <= alpha <= 1, f"alpha={alpha:g}: it must lie in [0, 1], 0 (the shared model) to 1 (the personal model)")
-    return base.with_rule(Mixture(float(alpha), learned))
+    return base.with_rule(Mixture(alpha, learned))

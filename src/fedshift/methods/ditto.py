@@ -8,14 +8,12 @@ statistics; the training and averaging of w are unaffected.
 from dataclasses import dataclass
 
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.declarations import Phase
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
-from ..utils.errors import UsageError, require
+from ..utils.errors import require
 from ..utils.state import State
 
 
@@ -26,20 +24,17 @@ class PersonalModel(Rule):
     lam: float
     epochs: int | None = None
     personalizes = "use"
-    requires = Requirements(shared_entries="Ditto keeps each client's model near the shared model")
+    needs_shared = "Ditto keeps each client's model near the shared model"
 
-    @override
     def bind(self, network: Network) -> Declared:
         after = (Phase(when="after", epochs=self.epochs),) if self.epochs else ()
         return Declared(self, model=network.initial, phases=after)
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         personal, near = step.own.model, [name for name in step.params if name in step.loaded]
         distance = sum((personal[name] - step.loaded[name]).square().sum() for name in near)
         return loss + step.loss_at(personal) + self.lam / 2 * distance
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         return {name: client.own.model[name] for name in state}
 
@@ -50,7 +45,7 @@ def ditto(base: Method, *, lam: float = 1.0, epochs: int | None = None) -> Metho
 
     ``epochs``: number of epochs per round for the personal model; None: train it on the batches of the global model.
     """
-    if epochs is not None and epochs < 1:
-        raise UsageError(f"epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
+    more = epochs is None or epochs >= 1
+    require(more, f"epochs={epochs}: give 1 or more, or leave it out for the batches of the global model")
     require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (local training) or more")
     return base.with_rule(PersonalModel(lam, epochs))

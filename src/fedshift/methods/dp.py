@@ -19,7 +19,6 @@ from typing_extensions import override
 
 from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
@@ -39,7 +38,7 @@ class PrivateMean(Rule):
     delta: float
     secret: bool
     aggregates = True
-    requires = Requirements(entries_only="dp clips, which noise does not hide")
+    needs_entries_only = "dp clips, which noise does not hide"
     passes_on = False
 
     def __post_init__(self) -> None:

@@ -15,7 +15,6 @@ from math import inf
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.rule import Rule
@@ -45,7 +44,6 @@ class PrivateGradients(Rule):
                 f"delta={self.delta:g}: give a finite clip above 0, noise of 0 or more, and a delta in (0, 1)"
             )
 
-    @override
     def combine_samples(self, samples: Iterable[State], key: Tensor) -> State:
         total: State = {}
         count = 0
@@ -87,4 +85,4 @@ def dp_sgd(
             reproduce. Epsilon holds only in this case; otherwise anyone who knows the seed can subtract the noise.
 
     """
-    return base.with_rule(PrivateGradients(float(clipping_norm), float(noise_multiplier), float(delta), secret))
+    return base.with_rule(PrivateGradients(clipping_norm, noise_multiplier, delta, secret))

@@ -17,7 +17,6 @@ from typing_extensions import override
 from ..core.declarations import Phase
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step, View
 from ..core.selection import parse_selection
 from ..utils.errors import UsageError
@@ -32,13 +31,13 @@ class LocalAggregation(Rule):
     lr_scale: float
     epochs: int
     personalizes = "start"
-    requires = Requirements(shared_entries="FedALA learns weights for adopting the shared model")
+    needs_shared = "FedALA learns weights for adopting the shared model"
 
     @override
     def bind(self, network: Network) -> Declared:
         names = parse_selection(self.layers).names(network.entries)
         if not names & network.loaded:
-            raise network.refuse_kept(self.requires.shared_entries, names)
+            raise network.refuse_kept(self.needs_shared, names)
         top = pick(network.params, names)
         ones = {name: torch.ones_like(tensor) for name, tensor in top.items()}
         begun = next(iter(network.params.values())).new_zeros((), dtype=torch.bool)

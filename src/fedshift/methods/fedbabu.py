@@ -14,11 +14,8 @@ from ..utils.errors import require
 def fedbabu(base: Method, *, layers: int | str = 1, rounds: int = 5) -> Method:
     """Leave the head of ``base`` untrained in the federation, and fine-tune each client's model for use.
 
-    Args:
-        base: The base method; None: FedAvg.
-        layers: The head: number of last layers, or a pattern such as ``"head.*"``.
-        rounds: Number of rounds of local work that fine-tune a client's model; 0: none.
-
+    ``layers``: the head: number of last layers, or a pattern such as ``"head.*"``. ``rounds``: rounds of local work
+    that fine-tune a client's model; 0: none.
     """
     require(rounds >= 0, f"rounds={rounds}: give 0 (the global model) or more")
     return base.leave_untrained(parse_selection(layers)).with_finetuning(rounds)

@@ -19,12 +19,8 @@ def fedbn(
 ) -> Method:
     """Keep every BatchNorm layer of ``base`` on the client.
 
-    Args:
-        base: The base method; None: FedAvg.
-        keep: ``all`` of each layer, its ``statistics`` (that is SiloBN), its ``affine`` parameters, or all
-            ``norm_layers``, GroupNorm and LayerNorm too.
-        also: Pattern of further entries to keep, such as ``"head.*"``.
-
+    ``keep``: ``all`` of each layer, its ``statistics`` (that is SiloBN), its ``affine`` parameters, or all
+    ``norm_layers``, GroupNorm and LayerNorm too. ``also``: pattern of further entries to keep, such as ``"head.*"``.
     """
     if keep not in KEPT:
         raise unknown_name("keep", keep, KEPT)

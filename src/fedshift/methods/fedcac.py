@@ -21,7 +21,6 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, group_entries
@@ -37,7 +36,7 @@ class CriticalMix(Rule):
     tau: float
     beta: int
     aggregates = True
-    requires = Requirements(shared_entries="FedCAC compares changes of shared weights")
+    needs_shared = "FedCAC compares changes of shared weights"
     keeps = True
     mixes = True
 

@@ -14,24 +14,26 @@ amplitudes are exchanged, and each step samples one new image. The code replaces
 brightness, keeps its sign, so that the result does not depend on the zero point of normalized inputs.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
-from ..nn.amplitude_norm import AmplitudeNorm, amplitudes, low_frequencies, move_amplitudes, sum_waves
+from ..nn.amplitude_norm import (
+    AmplitudeNorm,
+    amplitudes,
+    find_first_convolution,
+    low_frequencies,
+    move_amplitudes,
+    sum_waves,
+)
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError, require
 from ..utils.state import State
@@ -97,28 +99,18 @@ class SentAmplitudes(Rule):
     frequencies: int
     observes: int
     features: str = "last"
-    requires = Requirements(
-        shared_entries="FedDG-ELCFS trains on images in the styles of clients that share a model",
-        one_input="FedDG-ELCFS mixes amplitudes of images",
-    )
+    needs_shared = "FedDG-ELCFS trains on images in the styles of clients that share a model"
+    needs_one_input = "FedDG-ELCFS mixes amplitudes of images"
 
-    @override
     def bind(self, network: Network) -> Declared:
         if any(isinstance(entry.owner, AmplitudeNorm) for entry in network.entries):
             raise UsageError(
                 "feddg_elcfs trains on amplitudes of other clients' images, but harmofl gives all images the same: use "
                 "one of the two"
             )
-        first = next((entry.owner for entry in network.entries if isinstance(entry.owner, _ConvNd)), None)
-        if not isinstance(first, nn.Conv2d):
-            raise UsageError(
-                "feddg_elcfs mixes amplitudes at the model's first convolution, which must be a Conv2d, but it has "
-                "none: use another method"
-            )
+        channels = find_first_convolution(network.module, "feddg_elcfs mixes amplitudes").in_channels
         size = 2 * self.frequencies + 1
-        empty = {
-            "amplitudes": next(iter(network.params.values())).new_zeros(self.observes, first.in_channels, size, size)
-        }
+        empty = {"amplitudes": next(iter(network.params.values())).new_zeros(self.observes, channels, size, size)}
         return Declared(
             self,
             memory=empty,
@@ -130,7 +122,6 @@ class SentAmplitudes(Rule):
             sends=Send.like(empty, "image", passed_on=True),
         )
 
-    @override
     def start(self, client: Client) -> State:
         measured: State = {}
 
@@ -142,7 +133,6 @@ class SentAmplitudes(Rule):
         client.run({"": measure})
         return client.memory | measured
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         others = step.server["amplitudes"]
         if not len(others):
@@ -167,12 +157,10 @@ class SentAmplitudes(Rule):
         moved = share_B[:, None, None, None] * (target - amplitudes(parts))
         return x_BCHW + sum_waves(move_amplitudes(parts, moved), x_BCHW)
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         sent = client.memory.get("sent", client.memory["amplitudes"])
         return {"amplitudes": sent}, {"amplitudes": sent}
 
-    @override
     def fold(self, server: Server) -> Folded:
         sent = stack_entry(server.uploads, "amplitudes").flatten(0, 1)
         return Folded({"amplitudes": cast_to(sent, server.memory["amplitudes"].dtype)})
@@ -212,4 +200,4 @@ def feddg_elcfs(
     require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")
     require(samples >= 1, f"samples={samples}: give 1 or more")
     read = features if boundary else ""
-    return base.with_rule(SentAmplitudes(float(beta), float(boundary), float(tau), frequencies, samples, read))
+    return base.with_rule(SentAmplitudes(beta, boundary, tau, frequencies, samples, read))

@@ -19,7 +19,6 @@ from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
@@ -34,7 +33,7 @@ class GeneralizationGap(Rule):
     aggregates = True
     weighs = False
     keeps = True
-    requires = Requirements(shared_entries="FedDG-GA compares each client's model with the shared model")
+    needs_shared = "FedDG-GA compares each client's model with the shared model"
 
     @override
     def bind(self, network: Network) -> Declared:

@@ -16,7 +16,6 @@ from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..utils.errors import require
 from ..utils.state import State, pick
@@ -29,10 +28,8 @@ class GradientMemory(Rule):
     alpha: float
     gradient_stage = "objective"
     moves = True
-    requires = Requirements(
-        shared_entries="FedDyn regularizes shared entries",
-        mean="FedDyn's server accumulates the mean of the clients' changes",
-    )
+    needs_shared = "FedDyn regularizes shared entries"
+    needs_mean = "FedDyn's server accumulates the mean of the clients' changes"
 
     @override
     def bind(self, network: Network) -> Declared:

@@ -22,7 +22,6 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
@@ -128,14 +127,12 @@ class SharedVariances(Rule):
 
     layers: tuple[str, ...] = field(default=(), repr=False)
 
-    @override
     def bind(self, network: Network) -> Declared:
         owned = [entry.name for entry in network.entries if isinstance(entry.owner, FeatureAugmentation)]
         layers = tuple(name.removesuffix("var_mean") for name in owned if name.endswith("var_mean"))
         sets = frozenset(f"{layer}var_{kind}" for layer in layers for kind in KINDS)
         return Declared(replace(self, layers=layers), entries=True, sets=sets)
 
-    @override
     def fold(self, server: Server) -> Folded:
         sent, made = [each.entries for each in server.received], State()
         for layer in self.layers:
@@ -159,4 +156,4 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
     """
     require(0 <= p <= 1, f"p={p:g}: give a probability in [0, 1]")
     require(0 < momentum <= 1, f"momentum={momentum:g}: give a number in (0, 1], 1 for only the last batch's")
-    return base.with_surgery(AugmentFeatures(float(p), float(momentum), layers)).with_rule(SharedVariances())
+    return base.with_surgery(AugmentFeatures(p, momentum, layers)).with_rule(SharedVariances())

@@ -18,7 +18,6 @@ from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
@@ -36,7 +35,7 @@ class Consistency(Rule):
     aggregates = True
     weighs = False
     keeps = True
-    requires = Requirements(shared_entries="FedHEAL weighs changes of shared entries")
+    needs_shared = "FedHEAL weighs changes of shared entries"
 
     @override
     def bind(self, network: Network) -> Declared:

@@ -16,7 +16,6 @@ from typing_extensions import override
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.optimizer import SGD
-from ..core.requirements import Requirements
 from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
 from .fedprox import Proximal
@@ -26,11 +25,9 @@ from .fedprox import Proximal
 class NormalizedAveraging(Rule):
     """The aggregation of FedNova, for steps of SGD, with or without FedProx's proximal term."""
 
-    requires = Requirements(
-        plain_steps="FedNova's normalization by the number of steps",
-        momentum=True,
-        several_steps="FedNova corrects for different numbers of local steps, but every client takes one",
-    )
+    needs_plain_steps = "FedNova's normalization by the number of steps"
+    allows_momentum = True
+    needs_several_steps = "FedNova corrects for different numbers of local steps, but every client takes one"
     aggregates = True
     passes_on = False
 

@@ -15,13 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.method import Method, method
 from ..core.network import Network
 from ..core.rule import Client, Declared, Step
-from ..utils.errors import UsageError, require
+from ..utils.errors import require
 from ..utils.state import State
 from .fpl import ClusterPrototypes
 
@@ -41,7 +40,6 @@ class LocalClusterPrototypes(ClusterPrototypes):
     samples: int = 256
     most: int = 8
 
-    @override
     def bind(self, network: Network) -> Declared:
         bound = super().bind(network)
         classes, width = bound.buffers["sums"].shape
@@ -51,7 +49,6 @@ class LocalClusterPrototypes(ClusterPrototypes):
         sends = Send.like(clusters, "class", passed_on=True)
         return replace(bound, buffers=buffers, sends=sends)
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD, y_B = step.features[-self.samples :], step.y[-self.samples :]
         features_ND, labels_N, seen = (step.own.buffers[name] for name in ("features", "labels", "seen"))
@@ -66,15 +63,12 @@ class LocalClusterPrototypes(ClusterPrototypes):
         seen.add_(len(y_B))
         return loss + self.lam * self.pull(step.features, step.y, step.server)
 
-    @override
     def sharpen(self, cosine: Tensor) -> Tensor:
         return cosine.clamp(min=SMALLEST) ** self.alpha / self.tau
 
-    @override
     def attract(self, z_BD: Tensor, unbiased_BD: Tensor) -> Tensor:
         return 2 * (1 - cosine_similarity(z_BD, unbiased_BD, dim=1)).square()
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         features_ND, labels_N = (client.own.buffers[name] for name in ("features", "labels"))
         points_ND, here = features_ND.double().cpu(), labels_N.cpu()
@@ -89,7 +83,6 @@ class LocalClusterPrototypes(ClusterPrototypes):
         upload = {"clusters": torch.stack(clusters).to(features_ND), "used": torch.stack(used).to(features_ND)}
         return client.memory, upload
 
-    @override
     def list_points(self, uploads: Sequence[State], label: int) -> Tensor:
         return torch.cat([upload["clusters"][label, upload["used"][label] > 0] for upload in uploads])
 
@@ -107,9 +100,9 @@ def fedplvm(base: Method, *, alpha: float = 0.25, tau: float = 0.07, lam: float 
 
     """
     require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (neither loss) or more")
-    if not tau > 0 or not 0 < alpha <= 1 or samples < 1:
-        raise UsageError(
-            f"alpha={alpha:g}, tau={tau:g} and samples={samples}: give a power in (0, 1], a temperature above 0, and 1 "
-            "or more samples"
-        )
+    require(
+        tau > 0 and 0 < alpha <= 1 and samples >= 1,
+        f"alpha={alpha:g}, tau={tau:g} and samples={samples}: give a power in (0, 1], a temperature above 0, and 1 or "
+        "more samples",
+    )
     return base.with_rule(LocalClusterPrototypes(lam, tau=tau, alpha=alpha, samples=samples))

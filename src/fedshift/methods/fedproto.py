@@ -14,12 +14,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
@@ -31,9 +29,8 @@ class Prototypes(Rule):
     """Attracts features to class prototypes, which are averaged over clients, with strength ``lam``."""
 
     lam: float
-    requires = Requirements(classes="prototypes are mean features of classes")
+    needs_classes = "prototypes are mean features of classes"
 
-    @override
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         zeros_KD = torch.zeros_like(classifier.weight, requires_grad=False)
@@ -49,11 +46,9 @@ class Prototypes(Rule):
             sends=sent | Send.like({"counts": counts_K}, "class"),
         )
 
-    @override
     def start(self, client: Client) -> State:
         return {"samples": torch.full_like(client.memory["samples"], len(client.targets))}
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD, (sums_KD, counts_K) = step.features, (step.own.buffers["sums"], step.own.buffers["counts"])
         within_epoch = (counts_K.sum() < step.memory["samples"]).to(z_BD.dtype) * (step.steps > 0)
@@ -67,12 +62,10 @@ class Prototypes(Rule):
         square_B = (z_BD - memory["prototypes"][y_B]).square().mean(dim=1)
         return (memory["known"][y_B] * square_B).mean()
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         sums_KD, counts_K = client.own.buffers["sums"], client.own.buffers["counts"]
         return client.memory, {"prototypes": sums_KD / counts_K.clamp(min=1)[:, None], "counts": counts_K}
 
-    @override
     def fold(self, server: Server) -> Folded:
         return Folded(self.combine(server.memory, server.uploads))
 

@@ -7,10 +7,7 @@ client has no w_t.
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -22,12 +19,9 @@ class Proximal(Rule):
 
     mu: float
     gradient_stage = "objective"
-    requires = Requirements(
-        shared_entries="FedProx keeps parameters near the server's",
-        several_steps="FedProx has no effect on a single local step, which starts at the server's parameters",
-    )
+    needs_shared = "FedProx keeps parameters near the server's"
+    needs_several_steps = "FedProx has no effect on a single local step, which starts at the server's parameters"
 
-    @override
     def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (step.params[name] - step.loaded[name]).mul_(self.mu).add_(grad) if name in step.loaded else grad

@@ -20,13 +20,11 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Hook, Rule, Server, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
@@ -84,12 +82,9 @@ class ClientStatistics(Rule):
     layer: str = field(default="", repr=False)
     personalizes = "start"
     buffers_alone = True
-    requires = Requirements(
-        shared_entries="FedRDN normalizes by statistics of clients with which a model is shared",
-        one_input="FedRDN normalizes the channels of images",
-    )
+    needs_shared = "FedRDN normalizes by statistics of clients with which a model is shared"
+    needs_one_input = "FedRDN normalizes the channels of images"
 
-    @override
     def bind(self, network: Network) -> Declared:
         name = next(entry.name for entry in network.entries if isinstance(entry.owner, InputScaling))
         zeros_C = torch.zeros_like(network.initial[name])
@@ -104,7 +99,6 @@ class ClientStatistics(Rule):
             sends=Send.like(blank, "image" if self.samples == 1 else "client", passed_on=True),
         )
 
-    @override
     def start(self, client: Client) -> State:
         if client.memory["deviation"].any():
             return client.memory
@@ -127,13 +121,11 @@ class ClientStatistics(Rule):
             "deviation": torch.where(deviation_C > 0, deviation_C, 1.0),  # a channel that never varies stays
         }
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         measured = client.memory["deviation"] > 0
         own = client.memory | {"deviation": torch.where(measured, client.memory["deviation"], 1.0)}
         return state | {f"{self.layer}.{kind}": own[kind] for kind in KINDS}
 
-    @override
     def batch(self, x: Tensor, y: Tensor, step: Step) -> tuple[Tensor, Tensor]:
         drawn_B = draw_bits(step.key, 0, len(x)) % len(step.server["mean"])
         mean, deviation = (_along(step.server[kind].index_select(0, drawn_B), x) for kind in KINDS)
@@ -141,11 +133,9 @@ class ClientStatistics(Rule):
         drawn = own_mean + own_deviation * (x - mean) / torch.where(deviation > 0, deviation, 1.0)
         return torch.where(deviation > 0, drawn, x), y
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         return client.memory, client.memory
 
-    @override
     def fold(self, server: Server) -> Folded:
         dtype = server.memory["mean"].dtype
         return Folded({kind: cast_to(stack_entry(server.uploads, kind), dtype) for kind in KINDS})

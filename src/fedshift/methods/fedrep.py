@@ -7,14 +7,12 @@ By default the steps of a round are divided in that ratio, so that FedRep has th
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from ..core.declarations import Phase
 from ..core.method import Method, method
 from ..core.network import Network
 from ..core.rule import Declared, Rule
 from ..core.selection import parse_selection
-from ..utils.errors import UsageError, require
+from ..utils.errors import require
 
 
 @dataclass(frozen=True)
@@ -24,7 +22,6 @@ class HeadThenBody(Rule):
     share: float
     layers: int | str
 
-    @override
     def bind(self, network: Network) -> Declared:
         head = parse_selection(self.layers).names(network.entries)
         body = frozenset(network.initial) - head
@@ -45,10 +42,8 @@ def fedrep(
     require(head >= 1 and body >= 1, f"head={head} and body={body}: give 1 or more for each")
     if head_epochs is not None or body_epochs is not None:
         require((head, body) == (10, 1), f"head={head} and body={body} divide a round: leave them out with epochs")
-        if not head_epochs or not body_epochs or head_epochs < 1 or body_epochs < 1:
-            raise UsageError(
-                f"head_epochs={head_epochs} and body_epochs={body_epochs}: give 1 or more for each, or neither"
-            )
-        head, body = head_epochs, body_epochs
+        text = f"head_epochs={head_epochs} and body_epochs={body_epochs}"
+        head, body = head_epochs or 0, body_epochs or 0
+        require(head >= 1 and body >= 1, f"{text}: give 1 or more for each, or neither")
         base = base.with_work(epochs=head + body)
     return base.keep_on_client(parse_selection(layers)).with_rule(HeadThenBody(head / (head + body), layers))

@@ -13,17 +13,12 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.state import State, pick
-
-FEWEST = 1e-12
-"""Number of samples assumed for a class without samples."""
 
 
 @dataclass(frozen=True)
@@ -32,28 +27,24 @@ class PersonalHead(Rule):
 
     head: tuple[str, ...] = field(default=(), repr=False)
     personalizes = "use"
-    requires = Requirements(
-        shared_entries="FedRoD adds a personal head to the shared head", classes="FedRoD balances classes"
-    )
+    needs_shared = "FedRoD adds a personal head to the shared head"
+    needs_classes = "FedRoD balances classes"
 
-    @override
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
         if not network.loaded.intersection(names):
-            raise network.refuse_kept(self.requires.shared_entries, names)
+            raise network.refuse_kept(self.needs_shared, names)
         counts_K = next(iter(network.params.values())).new_zeros(classifier.out_features)
         model, memory = pick(network.params, names), {"class_counts": counts_K}
         return Declared(replace(self, head=names), model=model, memory=memory, targets=True)
 
-    @override
     def start(self, client: Client) -> State:
         before_K = client.memory["class_counts"]
         return {"class_counts": torch.bincount(client.targets, minlength=len(before_K)).to(before_K.dtype)}
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
-        prior_K = step.memory["class_counts"].clamp(min=FEWEST).log()
+        prior_K = step.memory["class_counts"].clamp(min=1e-12).log()
         constant = {name: tensor.detach().clone() for name, tensor in step.params.items()}
         together = step.run(self._add_heads(constant, step.own.model))
         balanced = step.criterion(step.outputs + prior_K, step.y) - step.criterion(step.outputs, step.y)
@@ -62,7 +53,6 @@ class PersonalHead(Rule):
     def _add_heads(self, state: State, personal: State) -> State:
         return state | {name: state[name] + tensor for name, tensor in personal.items()}
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         return self._add_heads(state, client.own.model)
 

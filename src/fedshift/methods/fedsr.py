@@ -16,17 +16,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..core.declarations import Phase
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Declared, Rule, Step
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError, require
+from ..utils.errors import require
 
 
 class Sampler(Keyed):
@@ -77,9 +75,8 @@ class Representation(Rule):
 
     l2: float
     cmi: float
-    requires = Requirements(classes="FedSR keeps features near a Gaussian for each class")
+    needs_classes = "FedSR keeps features near a Gaussian for each class"
 
-    @override
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         sampler = next(name for name, layer in network.module.named_modules() if isinstance(layer, Sampler))
@@ -87,7 +84,6 @@ class Representation(Rule):
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
         return Declared(self, params=own, phases=(Phase(decay=True),), features=f"{sampler}.drawn")
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         own = step.own.params
         *gaussian, z_BZ = step.features.chunk(3, dim=1)
@@ -111,6 +107,6 @@ def fedsr(base: Method, *, l2: float = 0.01, cmi: float = 0.0005, size: int | No
 
     """
     require(l2 >= 0 and cmi >= 0, f"l2={l2:g} and cmi={cmi:g}: give 0 or more for each")
-    if size is not None and size < 1:
-        raise UsageError(f"size={size}: give 1 or more, or leave it out for the number of the classifier's inputs")
+    more = size is None or size >= 1
+    require(more, f"size={size}: give 1 or more, or leave it out for the number of the classifier's inputs")
     return base.with_surgery(GaussianFeatures(size)).with_rule(Representation(l2, cmi))

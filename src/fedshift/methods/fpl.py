@@ -21,7 +21,6 @@ from scipy.sparse.csgraph import connected_components
 from torch import Tensor
 from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
@@ -54,7 +53,6 @@ class ClusterPrototypes(Prototypes):
 
     tau: float = 0.02
 
-    @override
     def bind(self, network: Network) -> Declared:
         bound = super().bind(network)
         zeros_KD = bound.server["prototypes"]
@@ -80,7 +78,6 @@ class ClusterPrototypes(Prototypes):
         """Return the means of the clusters of points, ``[clusters, D]``."""
         return _average(points_ND, cls.cluster(points_ND)) if len(points_ND) else points_ND
 
-    @override
     def pull(self, z_BD: Tensor, y_B: Tensor, memory: State) -> Tensor:
         used_KM, clusters_KMD = memory["used"], memory["clusters"]
         count_K = used_KM.sum(dim=1)
@@ -101,7 +98,6 @@ class ClusterPrototypes(Prototypes):
         """Return the loss of each feature, given the unbiased prototype of its class."""
         return (z_BD - unbiased_BD).square().mean(dim=1)
 
-    @override
     def combine(self, memory: State, uploads: Sequence[State]) -> State:
         before = memory["clusters"]
         points = [self.list_points(uploads, label).double().cpu() for label in range(len(before))]

@@ -28,7 +28,7 @@ class GeometricMedian(Rule):
     steps: int
     nu: float
     aggregates = True
-    requires = ROBUST
+    needs_entries_only = ROBUST
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.nu > 0:

@@ -19,11 +19,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Declared, Rule, Step
 from ..core.selection import batch_norm, find_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
@@ -90,17 +88,15 @@ class Guidance(Rule):
 
     lam: float
     head: tuple[str, ...] = field(default=(), repr=False)
-    requires = Requirements(shared_entries="gPerXAN guides features by the classifier that clients share")
+    needs_shared = "gPerXAN guides features by the classifier that clients share"
 
-    @override
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
         if not network.loaded.issuperset(names):
-            raise network.refuse_kept(self.requires.shared_entries, names)
+            raise network.refuse_kept(self.needs_shared, names)
         return Declared(replace(self, head=names), features="last")
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         loaded = {name.rpartition(".")[2]: step.loaded[name] for name in self.head}
         guided = F.linear(step.features, loaded["weight"], loaded.get("bias"))
@@ -111,10 +107,7 @@ class Guidance(Rule):
 def gperxan(base: Method, *, lam: float = 0.5) -> Method:
     """Add a shared InstanceNorm to the BatchNorm of ``base``, which stays on clients, and guide their features.
 
-    Args:
-        base: FedAvg unless given.
-        lam: Strength of the loss of the classifier that clients loaded; 0: none.
-
+    ``lam``: strength of the loss of the classifier that clients loaded; 0: none.
     """
     require(0 <= lam < float("inf"), f"lam={lam:g}: give a finite strength, 0 (no guidance) or more")
     changed = base.with_surgery(Assemble()).keep_on_client(local_norm)

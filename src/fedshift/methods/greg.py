@@ -11,11 +11,9 @@ through both passes. The second has no dropout and changes no statistics.
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Declared, Rule, Step
 from ..core.selection import norm_statistics
 from ..utils.errors import UsageError, require
@@ -28,9 +26,8 @@ class Consistency(Rule):
 
     lam: float
     statistics: frozenset[str] = field(default=frozenset(), repr=False)
-    requires = Requirements(classes="GReg compares probabilities of classes")
+    needs_classes = "GReg compares probabilities of classes"
 
-    @override
     def bind(self, network: Network) -> Declared:
         statistics = frozenset(each.name for each in network.entries if norm_statistics(each))
         if not statistics:
@@ -41,7 +38,6 @@ class Consistency(Rule):
             raise network.refuse_kept("GReg compares with statistics that clients share", kept)
         return Declared(replace(self, statistics=statistics))
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         shared = step.run(step.params | pick(step.loaded, self.statistics), training=False)
         log_p, log_q = (outputs.log_softmax(dim=1) for outputs in (step.outputs, shared.outputs))

@@ -14,15 +14,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvNd
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.network import Network
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
-from ..nn.amplitude_norm import AmplitudeNorm
+from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
 from ..utils.state import State
@@ -40,13 +38,7 @@ class NormalizeAmplitudes:
         """Change ``module``; raise :class:`UsageError` if its first convolution is not a Conv2d."""
         if any(isinstance(layer, AmplitudeNorm) for layer in module.modules()):
             raise UsageError("amplitudes are normalized twice: remove one of the two")
-        first = next((layer for layer in module.modules() if isinstance(layer, _ConvNd)), None)
-        if not isinstance(first, nn.Conv2d):
-            raise UsageError(
-                "amplitudes are measured at the model's first convolution, which must be a Conv2d, but it has none: "
-                "use another method"
-            )
-
+        first = find_first_convolution(module, "amplitudes are measured")
         normalized = nn.Sequential(AmplitudeNorm(first.in_channels, self.frequencies).to(first.weight), first)
         return replace_modules(module, lambda _, layer: normalized if layer is first else None)
 
@@ -63,7 +55,6 @@ class MeanAmplitude(Rule):
         """Name of the entry that holds the amplitudes."""
         return f"{self.layer}.amplitude"
 
-    @override
     def bind(self, network: Network) -> Declared:
         (name,) = (entry.name for entry in network.entries if isinstance(entry.owner, AmplitudeNorm))
         bound = replace(self, layer=name.removesuffix(".amplitude"))
@@ -74,7 +65,6 @@ class MeanAmplitude(Rule):
             sets=frozenset({name}),
         )
 
-    @override
     def start(self, client: Client) -> State:
         measured: State = {}
 
@@ -86,11 +76,9 @@ class MeanAmplitude(Rule):
         client.run({self.layer: measure})
         return measured
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         return {}, {"amplitude": torch.zeros_like(client.buffers[self.entry])} | client.memory
 
-    @override
     def fold(self, server: Server) -> Folded:
         before = server.before.shared[self.entry]
         mean = cast_to(stack_entry(server.uploads, "amplitude").mean(dim=0), before.dtype)
@@ -103,7 +91,6 @@ class PerturbedWeights(Rule):
 
     alpha: float
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         grads = step.gradient_at(step.params)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
@@ -128,4 +115,4 @@ def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples:
     require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")
     require(samples >= 1, f"samples={samples}: give 1 or more")
     changed = base.with_surgery(NormalizeAmplitudes(frequencies)).with_rule(MeanAmplitude(samples))
-    return changed.with_rule(PerturbedWeights(float(alpha))) if alpha else changed
+    return changed.with_rule(PerturbedWeights(alpha)) if alpha else changed

@@ -12,16 +12,16 @@ the round, on the model before it, and lag by one round.
 """
 
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Hook, Rule, Server
+from ..core.rule import Client, Declared, Folded, Rule, Server
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
@@ -43,7 +43,6 @@ class Measurement(Rule):
     observes: int
     layers: tuple[str, ...] = field(default=(), repr=False)
 
-    @override
     def bind(self, network: Network) -> Declared:
         owned = [entry.name for entry in network.entries if isinstance(entry.owner, HybridBatchNorm)]
         layers = tuple(name.removesuffix("running_mean") for name in owned if name.endswith("running_mean"))
@@ -55,22 +54,17 @@ class Measurement(Rule):
             sets=frozenset(f"{layer}{group}_{kind}" for layer in layers for group in GROUPS for kind in KINDS),
         )
 
-    @override
     def start(self, client: Client) -> State:
         measured: State = {}
 
-        def make_hook(layer: str) -> Hook:
-            def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
-                assert isinstance(module, HybridBatchNorm)
-                mixed = zip(KINDS, module.mix_statistics(*inputs), strict=True)
-                measured.update({f"{kind}/{layer}": tensor for kind, tensor in mixed})
+        def measure(layer: str, module: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+            assert isinstance(module, HybridBatchNorm)
+            mixed = zip(KINDS, module.mix_statistics(*inputs), strict=True)
+            measured.update({f"{kind}/{layer}": tensor for kind, tensor in mixed})
 
-            return measure
-
-        client.run({layer.removesuffix("."): make_hook(layer) for layer in self.layers})
+        client.run({layer.removesuffix("."): partial(measure, layer) for layer in self.layers})
         return measured | {"samples": torch.tensor(client.samples, device=next(iter(measured.values())).device)}
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         return {}, self._blank(client.buffers) | client.memory
 
@@ -80,7 +74,6 @@ class Measurement(Rule):
         blank = {f"{kind}/{layer}": torch.zeros_like(rest[f"{layer}running_{kind}"]) for kind, layer in kinds}
         return blank | {"samples": torch.zeros((), dtype=torch.int64, device=next(iter(blank.values())).device)}
 
-    @override
     def fold(self, server: Server) -> Folded:
         counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.before.shared
         pooled, total = State(), counts_K1.sum()
@@ -101,14 +94,11 @@ class Measurement(Rule):
 def hbn(base: Method, *, momentum: float = 0.002, samples: int = 64) -> Method:
     """Replace BatchNorm in the network of ``base`` by normalization with a mix of batch and global statistics.
 
-    Args:
-        base: The base method; None: FedAvg.
-        momentum: Fraction by which the global statistics move toward a round's statistics, in (0, 1].
-        samples: Maximum number of samples in a client's round on which it measures statistics.
-
+    ``momentum``: fraction by which the global statistics move toward a round's, in (0, 1]. ``samples``: maximum number
+    of samples in a client's round on which it measures statistics.
     """
     require(0 < momentum <= 1, f"momentum={momentum:g}: give a number in (0, 1], 1 for only the round's statistics")
     require(samples >= 1, f"samples={samples}: give 1 or more")
-    changed = base.with_surgery(BatchNormToHybrid()).with_rule(Measurement(float(momentum), samples))
+    changed = base.with_surgery(BatchNormToHybrid()).with_rule(Measurement(momentum, samples))
     scope = replace(base.scope, load=base.scope.load & ~hybrid_factors, begin=hybrid_factors)
     return replace(changed, scope=scope)

@@ -27,7 +27,7 @@ class Krum(Rule):
     num_selected: int | None = 1
     aggregates = True
     weighs = False
-    requires = ROBUST
+    needs_entries_only = ROBUST
 
     def __post_init__(self) -> None:
         if self.num_malicious < 0 or (self.num_selected is not None and self.num_selected < 1):

@@ -10,10 +10,9 @@ from typing_extensions import override
 
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
-from ..core.requirements import Requirements
 from ..core.rule import Folded, Rule, Server
 
-ROBUST = Requirements(entries_only="robust aggregation protects, and one faulty client could corrupt the rest")
+ROBUST = "robust aggregation protects, and one faulty client could corrupt the rest"
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Median(Rule):
 
     aggregates = True
     weighs = False
-    requires = ROBUST
+    needs_entries_only = ROBUST
 
     @override
     def fold(self, server: Server) -> Folded:

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
@@ -29,20 +27,17 @@ class PreviousModel(Rule):
     mu: float
     tau: float
     features: str = "last"
-    requires = Requirements(shared_entries="MOON attracts features to the shared model's")
+    needs_shared = "MOON attracts features to the shared model's"
 
-    @override
     def bind(self, network: Network) -> Declared:
         return Declared(self, memory=network.initial, features=self.features)
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         others = [step.run(state, training=False).features for state in (step.start, step.memory)]
         z = step.features.flatten(1)
         similarity_B2 = torch.stack([torch.cosine_similarity(z, other.flatten(1)) for other in others], dim=1)
         return loss - self.mu * (similarity_B2 / self.tau).log_softmax(dim=1)[:, 0].mean()
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         return client.params | client.buffers, {}
 

@@ -11,7 +11,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.declarations import Phase
 from ..core.method import Method, method
@@ -33,7 +32,6 @@ class Gates(Rule):
     statistics: tuple[str, ...] = field(default=(), repr=False)
     personalizes = "start"
 
-    @override
     def bind(self, network: Network) -> Declared:
         kept = network.personal - network.whole
         if kept or not network.loaded:
@@ -52,7 +50,6 @@ class Gates(Rule):
             draws=True,
         )
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         kept, logits = entries_under("last", client.memory), client.own.params["logits"]
         state = state | pick(kept, self.statistics)
@@ -61,7 +58,6 @@ class Gates(Rule):
             state |= {name: torch.where(keep, kept[name], state[name]) for name in names}
         return state
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         logits = step.own.params["logits"]
         uniform = draw_uniform(step.key, 0, logits.numel(), logits.dtype)
@@ -76,7 +72,6 @@ class Gates(Rule):
                     mixed[name] = load[number] * step.loaded[name] + (1 - load[number]) * kept[name]
         return loss + step.loss_at(mixed)
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         return add_prefix("last", client.params | client.buffers), {}
 

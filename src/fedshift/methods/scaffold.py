@@ -10,12 +10,10 @@ common direction.
 """
 
 import torch
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.requirements import Requirements
 from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..utils.state import State, pick
 from .fedavgm import Momentum
@@ -25,24 +23,20 @@ class ControlVariates(Rule):
     """Control variates c_i on clients and c on the server; clients send only the change of c_i."""
 
     gradient_stage = "step"
-    requires = Requirements(
-        shared_entries="SCAFFOLD corrects the drift of shared entries", plain_steps="SCAFFOLD's control variate"
-    )
+    needs_shared = "SCAFFOLD corrects the drift of shared entries"
+    needs_plain_steps = "SCAFFOLD's control variate"
 
-    @override
     def bind(self, network: Network) -> Declared:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in network.params.items()}
         common = pick(zeros, network.loaded)
         return Declared(self, memory=zeros, server=common, sends=Send.like(common, "update"))
 
-    @override
     def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (grad - step.memory[name]).add_(step.server[name]) if name in step.loaded else grad
             for name, grad in grads.items()
         }
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         path = client.steps * client.lr
         if path == 0:  # no step, no information
@@ -50,7 +44,6 @@ class ControlVariates(Rule):
         change = {name: (client.loaded[name] - client.params[name]) / path - c for name, c in client.server.items()}
         return {name: c + change[name] if name in change else c for name, c in client.memory.items()}, change
 
-    @override
     def fold(self, server: Server) -> Folded:
         after = {name: c.double() for name, c in server.memory.items()}
         for upload, each in zip(server.uploads, server.received, strict=True):

@@ -21,7 +21,7 @@ class TrimmedMean(Rule):
     trim: int
     aggregates = True
     weighs = False
-    requires = ROBUST
+    needs_entries_only = ROBUST
 
     def __post_init__(self) -> None:
         require(self.trim >= 1, f"trim={self.trim}: give 1 or more; 0 would be the mean")

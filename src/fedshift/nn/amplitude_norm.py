@@ -11,8 +11,19 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from ..utils.errors import UsageError
+
+
+def find_first_convolution(module: nn.Module, use: str) -> nn.Conv2d:
+    """Return the first convolution of a network, which must be a Conv2d; the error begins with ``use`` of it."""
+    first = next((layer for layer in module.modules() if isinstance(layer, _ConvNd)), None)
+    if not isinstance(first, nn.Conv2d):
+        raise UsageError(
+            f"{use} at the model's first convolution, which must be a Conv2d, but it has none: use another method"
+        )
+    return first
 
 
 class AmplitudeNorm(nn.Module):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 
 Seconds = dict[str, float]
@@ -45,18 +45,21 @@ def add_seconds(seconds: Mapping[str, float]) -> None:
             counted[name] = counted.get(name, 0.0) + value
 
 
-class timed_section:  # noqa: N801 - used like a keyword
-    """Context manager that counts the seconds of its block under ``name`` if they are being recorded."""
+def timed_section(name: str) -> AbstractContextManager[None]:
+    """Count the seconds of the block under ``name`` if they are being recorded."""
+    return _timed(name) if is_recording() else _UNTIMED
 
-    def __init__(self, name: str) -> None:
-        self.name = name
 
-    def __enter__(self) -> None:
-        self.began = _read_clock() if is_recording() else 0.0
+_UNTIMED = nullcontext()
 
-    def __exit__(self, *_: object) -> None:
-        if is_recording():
-            add_seconds({self.name: _read_clock() - self.began})
+
+@contextmanager
+def _timed(name: str) -> Iterator[None]:
+    began = _read_clock()
+    try:
+        yield
+    finally:
+        add_seconds({name: _read_clock() - began})
 
 
 def wait_for_device() -> None:

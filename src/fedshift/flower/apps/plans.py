@@ -89,7 +89,7 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
     near = received or {}
     for bound in (plan.rules[index] for index in plan.defines("gradients")):
-        for name in params if bound.rule.requires.shared_entries else ():
+        for name in params if bound.rule.needs_shared else ():
             if name not in near or near[name].data_ptr() == params[name].data_ptr():
                 raise UsageError(
                     f"{bound.rule.source_method} needs a copy of {name!r} as the client received it: before training, "

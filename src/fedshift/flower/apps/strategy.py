@@ -27,7 +27,7 @@ from torch import nn
 from typing_extensions import override
 
 from ...analysis.privacy import describe_guarantee
-from ...core.compatibility import check_client_count
+from ...core.checks import check_client_count
 from ...core.kernel import init_server
 from ...core.means import cast_to
 from ...core.method import Method

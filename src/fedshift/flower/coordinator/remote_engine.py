@@ -13,8 +13,7 @@ from typing import Any, TypeVar
 
 from typing_extensions import override
 
-from ...core.compatibility import check_client_count
-from ...core.disclosure import like_sends
+from ...core.checks import check_client_count, like_sends
 from ...core.kernel import broadcast
 from ...core.plan import Plan
 from ...core.states import ClientState, ServerState

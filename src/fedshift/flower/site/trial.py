@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
-from ...core.disclosure import check_upload
+from ...core.checks import check_upload
 from ...core.kernel import init_server, trained_state
 from ...core.plan import Plan
 from ...core.preparation import change_layers

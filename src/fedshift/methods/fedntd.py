@@ -1,0 +1,45 @@
+"""FedNTD: clients keep what the server's model knows of the classes that a sample does not have.
+
+Lee, Jeong, Shin, Bae and Yun 2022, arXiv:2106.03097: the loss includes beta times the mean over the
+batch of the Kullback-Leibler divergence KL(q_server || q) of softmax(logits / tau) over all classes but the true one.
+The teacher is the client's model at the start of the round, in evaluation mode. As in the authors' code
+(Lee-Gihun/FedNTD), the divergence is not multiplied by tau^2.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..core.method import Method, method
+from ..core.rule import Rule, Step
+from ..utils.errors import UsageError, require
+
+
+@dataclass(frozen=True)
+class NotTrueDistillation(Rule):
+    """Distills the other classes' scores from the model that the round starts with."""
+
+    beta: float
+    tau: float
+    needs_shared = "FedNTD distills the shared model"
+    needs_classes = "FedNTD distills all classes but the true one"
+
+    def loss(self, loss: Tensor, step: Step) -> Tensor:
+        if (classes := step.outputs.shape[1]) < 3:
+            raise UsageError(f"fedntd needs 3 or more classes, but the model has {classes}: leave fedntd out")
+        others = torch.arange(classes - 1, device=step.y.device)
+        others_BK = others + (others >= step.y[:, None])
+        teacher = step.run(step.start, training=False)
+        log_p, log_q = (
+            (scores.gather(1, others_BK) / self.tau).log_softmax(dim=1) for scores in (step.outputs, teacher.outputs)
+        )
+        return loss + self.beta * (log_q.exp() * (log_q - log_p)).sum(dim=1).mean()
+
+
+@method
+def fedntd(base: Method, *, beta: float = 1.0, tau: float = 1.0) -> Method:
+    """Add distillation of strength ``beta`` at temperature ``tau`` to ``base``."""
+    require(beta >= 0, f"beta={beta:g} is negative; it must be 0 (FedAvg) or more")
+    require(tau > 0, f"tau={tau:g}: give a temperature above 0")
+    return base.with_rule(NotTrueDistillation(beta, tau))
