@@ -193,7 +193,7 @@ def test_a_site_that_is_started_again_goes_on_counting_what_it_sent(tmp_path):
 
 
 def test_a_delta_that_is_too_large_for_the_samples_is_said():
-    rule = dp_sgd(delta=1e-2, secret=True).gradient
+    rule = dp_sgd(delta=1e-2, secret=True).rules[0]
     assert describe_delta(rule, {"ann": 99}) == []
     (said,) = describe_delta(rule, {"ann": 99, "bob": 100, "cid": 250})
     assert said.startswith("delta = 0.01 is not below one in the number of samples of bob, cid (250 at most)")

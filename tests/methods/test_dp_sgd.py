@@ -362,7 +362,7 @@ def test_clients_that_took_part_less_spend_less():
     pytest.importorskip("opacus")
     from fedshift.analysis.privacy import SampleUses, describe_sample_guarantee
 
-    rule = dp_sgd(noise_multiplier=2.0, secret=True).gradient
+    rule = dp_sgd(noise_multiplier=2.0, secret=True).rules[0]
     said = describe_sample_guarantee(rule, SampleUses(passes={"a": 2, "b": 1, "c": 2}))
     assert said.startswith("(epsilon = 3.19, delta = 1e-05)-differentially private")
     assert said.endswith("; epsilon = 2.17 after 1 of b")
@@ -421,7 +421,7 @@ def test_ten_copies_in_ten_batches_spend_ten_passes():
     pytest.importorskip("opacus")
     from fedshift.analysis.privacy import SampleUses, bound_squares, compute_epsilon, describe_sample_guarantee
 
-    rule = dp_sgd(secret=True).gradient
+    rule = dp_sgd(secret=True).rules[0]
     assert compute_epsilon(1.0, 1.0, 1, 1e-5) < 4.73
     assert 19.05 < compute_epsilon(1.0, 1.0, 10, 1e-5) < 19.06
     assert describe_sample_guarantee(rule, SampleUses(passes={"a": 1, "b": 1}, copies=10, squares=10)) == (

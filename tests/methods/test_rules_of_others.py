@@ -26,7 +26,7 @@ from tests.methods import others, plain
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
 OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup")
 REFUSED = {
-    ("clusters", "ditto"): "both define the client's model: choose one of the two",
+    ("clusters", "ditto"): "both define the client's model: remove one of the two",
     ("clusters", "scaffold"): "SCAFFOLD's control variate holds only if every step updates every parameter",
 }
 PAIRS = [(name, base) for name in OTHERS for base in BASES]

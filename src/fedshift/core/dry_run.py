@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from ..nn.attributes import kept_attributes
-from ..nn.recognition import FunctionCalls, placed_hooks, torch_kind
+from ..nn.recognition import placed_hooks, recorded_calls, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks import Task
 from ..tasks.task import PLURALS
@@ -140,9 +140,9 @@ def check_normalization(plan: Plan, sample: Tensor) -> None:
     layers = ((name, layer) for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm))
     hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers]
     # Errors are reported by explained_errors.
-    with placed_hooks(hooks), suppress(Exception), FunctionCalls(plan.module, functions) as calls:
+    with placed_hooks(hooks), suppress(Exception), recorded_calls(plan.module, functions) as calls:
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    for call in (call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))):
+    for call in (call for call in calls if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))):
         where = f"its layer {call.name!r}" if call.name else "it"
         raise UsageError(
             f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..utils.errors import UsageError
+from ..utils.random_streams import torch_stream
 
 KNOWN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 """Entries of torch's normalization layers, convolutions and linear layers."""
@@ -101,38 +102,29 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Inside the block, collects the calls of ``functions`` in a network, in order."""
+@contextmanager
+def recorded_calls(module: nn.Module, functions: Collection[Function]) -> Iterator[list[Call]]:
+    """Yield a list to which the calls of ``functions`` in a network are added inside the block, in order."""
+    calls, entered = list[Call](), [("", module)]
 
-    def __init__(self, module: nn.Module, functions: Collection[Function]) -> None:
-        super().__init__()
-        self.found: list[Call] = []
-        self._module, self._functions = module, functions
-        self._entered: list[tuple[str, nn.Module]] = []
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func in functions:
+                calls.append(Call(*entered[-1], func, args, kwargs or {}))
+            return func(*args, **kwargs or {})
 
-    def __enter__(self) -> Self:
-        self._handles = [
-            handle
-            for name, layer in self._module.named_modules()
-            for handle in (
-                layer.register_forward_pre_hook(lambda each, _, at=name: self._entered.append((at, each))),
-                layer.register_forward_hook(lambda *_: self._entered.pop() and None, always_call=True),
-            )
-        ]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in self._functions:
-            inside = self._entered[-1] if self._entered else ("", self._module)
-            self.found.append(Call(*inside, func, args, kwargs or {}))
-        return func(*args, **kwargs or {})
+    handles = [
+        handle
+        for at in module.named_modules()
+        for handle in (
+            at[1].register_forward_pre_hook(lambda *_, at=at: entered.append(at)),
+            at[1].register_forward_hook(lambda *_: entered.pop() and None, always_call=True),
+        )
+    ]
+    with placed_hooks(handles), Recorder():
+        yield calls
 
 
 def is_scaled(layer: _ConvNd) -> bool:
@@ -151,11 +143,11 @@ def is_scaled(layer: _ConvNd) -> bool:
         copied.weight.data = change(copied.weight.data)  # type: ignore[no-untyped-call]
         size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
         try:
-            with torch.no_grad(), FunctionCalls(copied, CONVOLUTIONS) as calls:
+            with torch.no_grad(), recorded_calls(copied, CONVOLUTIONS) as calls:
                 copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
         except Exception:  # a user's layer may raise any type
             return False
-        kernels += [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls.found]
+        kernels += [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls]
     if len(kernels) != 2:
         return False
     one, other = kernels
@@ -198,20 +190,18 @@ def _input_shapes(layer: nn.Module) -> list[tuple[int, ...]]:
 def _agrees(layer: nn.Module, x: Tensor, *, training: bool) -> bool | None:
     """Return whether ``layer`` equals torch's with its submodules on ``x``; None if either rejects ``x``."""
     forward = torch_kind(layer).forward
+    normalizers = [forward]
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        normalizers.append(lambda module, x: forward(module, x.movedim(1, -1)).movedim(-1, 1))
 
-    def along_channels(module: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = forward(module, x.movedim(1, -1)).movedim(-1, 1)
-        return out
-
-    def follow(normalize: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Tensor:
-        out = normalize(module, x)
+    def follow(normalize: Function, module: nn.Module, x: Tensor) -> Tensor:
+        x = normalize(module, x)
         for part in module.children():
-            out = part(out)
-        return out
+            x = part(x)
+        return x
 
     actual = _run(layer, x, lambda module, x: module(x), training=training)
-    variants = (forward, along_channels) if isinstance(layer, nn.LayerNorm | nn.RMSNorm) else (forward,)
-    results = [_run(layer, x, partial(follow, variant), training=training) for variant in variants]
+    results = [_run(layer, x, partial(follow, each), training=training) for each in normalizers]
     expected = [result for result in results if result is not None]
     if actual is None or not expected:
         return None
@@ -219,21 +209,13 @@ def _agrees(layer: nn.Module, x: Tensor, *, training: bool) -> bool | None:
 
 
 @torch.no_grad()
-def _run(
-    layer: nn.Module, x: Tensor, forward: Callable[[nn.Module, Tensor], Tensor], *, training: bool
-) -> list[Tensor] | None:
-    """Return the output of ``forward`` for a copy of ``layer`` and ``x``, and the copy's buffers; None if it fails.
-
-    Torch's generator is restored.
-    """
+def _run(layer: nn.Module, x: Tensor, forward: Function, *, training: bool) -> list[Tensor] | None:
+    """Return the output of ``forward`` for a copy of ``layer`` and ``x``, and the copy's buffers; None if it fails."""
     module = _copy_with_random_entries(layer).train(training)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds devices, which takes longer than the run
-        try:
-            out = forward(module, x.clone())
-        except Exception:  # a user's layer may raise any type
-            return None
-    return [out, *module.buffers()] if isinstance(out, Tensor) else None
+    with torch_stream(0, "recognition"), suppress(Exception):  # a user's layer may raise any type
+        out = forward(module, x.clone())
+        return [out, *module.buffers()] if isinstance(out, Tensor) else None
+    return None
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:
