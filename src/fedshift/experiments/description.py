@@ -104,11 +104,8 @@ def describe_weighting(method: Method) -> str:
     if method.pooled:
         return "none, since all data are in one place"
     said = {"samples": "its training samples", "used": "the samples that it used in the round", "uniform": "1"}
-    aggregate = method.aggregate
-    if aggregate.sums:
-        return said[method.weighting]
-    name = repr(aggregate).partition("(")[0]
-    return f"{said[method.weighting]}, where {name} weighs clients"
+    aggregator = method.aggregator
+    return said[method.weighting] + (f", where {type(aggregator).__name__} weighs clients" if aggregator else "")
 
 
 def describe_rounds(settings: Settings) -> str:

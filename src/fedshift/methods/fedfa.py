@@ -138,7 +138,7 @@ class SharedVariances(Rule):
         for layer in self.layers:
             for kind in KINDS:
                 var_C = stack_entry(sent, f"{layer}running_{kind}").var(dim=0, correction=0)
-                made[f"{layer}var_{kind}"] = cast_to(var_C, server.server.shared[f"{layer}var_{kind}"].dtype)
+                made[f"{layer}var_{kind}"] = cast_to(var_C, server.before.shared[f"{layer}var_{kind}"].dtype)
         return Folded({}, made)
 
 

@@ -80,7 +80,7 @@ class MeanAmplitude(Rule):
         return {}, {"amplitude": torch.zeros_like(client.buffers[self.entry])} | client.memory
 
     def fold(self, server: Server) -> Folded:
-        before = server.server.shared[self.entry]
+        before = server.before.shared[self.entry]
         mean = cast_to(stack_entry(server.uploads, "amplitude").mean(dim=0), before.dtype)
         return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
 
