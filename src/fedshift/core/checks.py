@@ -21,13 +21,11 @@ from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, join_states, pick
-from .aggregation import Aggregation
 from .declarations import Send
 from .loss import CrossEntropy, Loss
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
-from .rule import Rule
 from .selection import entries, norm_statistics
 
 Names = TypeVar("Names")
@@ -126,11 +124,12 @@ def check_task(method: Method, task: Task) -> None:
             raise UsageError(f"method {method.label!r}: {rule.needs_classes}, {why}")
 
 
-def check_client_count(aggregate: Aggregation, clients: int) -> None:
-    """Raise :class:`UsageError` if ``clients`` participants per round are too few for the aggregation."""
-    if clients < aggregate.min_clients:
-        why = f"needs at least {aggregate.min_clients} clients in a round, but {clients} take part"
-        raise UsageError(f"{aggregate!r} {why}: let more take part, or tolerate fewer faulty clients")
+def check_client_count(method: Method, clients: int) -> None:
+    """Raise :class:`UsageError` if ``clients`` participants per round are too few for a rule."""
+    for rule in method.rules:
+        if clients < rule.min_clients:
+            why = f"needs at least {rule.min_clients} clients in a round, but {clients} take part"
+            raise UsageError(f"{rule!r} {why}: let more take part, or tolerate fewer faulty clients")
 
 
 def check_batch_size(plan: Plan) -> None:
@@ -162,12 +161,6 @@ def _refuse(plan: Plan, *refusals: Iterator[str]) -> None:
         raise UsageError(f"method {plan.label!r}: {why}")
 
 
-def _list_parts(plan: Plan) -> list[tuple[Rule | Aggregation, str]]:
-    """Return what acts in a method, and the names of the components that chose it."""
-    parts: list[Rule | Aggregation] = [*plan.method.rules, plan.method.aggregate]
-    return [(part, plan.method.name_source(part)) for part in parts]
-
-
 def _list_repeated(plan: Plan) -> Iterator[str]:
     kinds = [type(rule) for rule in plan.method.rules]
     for kind in {kind for kind in kinds if kinds.count(kind) > 1}:
@@ -194,7 +187,7 @@ def _name_tuning(method: Method) -> str:
 def _list_unshared(plan: Plan) -> Iterator[str]:
     """Yield the components that use shared entries, or replace their aggregation, where clients share none."""
     method = plan.method
-    uses = [(part.needs_shared, source) for part, source in _list_parts(plan) if part.needs_shared]
+    uses = [(rule.needs_shared, method.name_source(rule)) for rule in method.rules if rule.needs_shared]
     if method.finetune:
         uses.append(("fine-tuning for use starts from what clients share", _name_tuning(method)))
     if method.pooled:
@@ -204,13 +197,16 @@ def _list_unshared(plan: Plan) -> Iterator[str]:
         other = method.name_sources(lambda method: (method.scope, method.trains), "")
     for use, source in uses if method.pooled or not plan.trained & plan.loaded else ():
         yield f"{use}, but {why}: remove {' or '.join(dict.fromkeys(filter(None, (source, other))))}"
-    stepping = method.name_sources(lambda method: method.server) if method.server else ""
-    combining = "" if method.aggregate.sums else method.name_source(method.aggregate)
-    if (combining or stepping) and (method.pooled or not plan.sent & plan.trained):
+    folding = [method.name_source(rule) for rule in (method.aggregator, method.stepper) if rule]
+    if folding and (method.pooled or not plan.sent & plan.trained):
         why = f"replaces the aggregation, but there is nothing to aggregate: {why}"
-        yield f"{combining or stepping} {why}: remove {' or '.join(filter(None, (combining or stepping, other)))}"
-    if plan.mixes and method.server:
-        yield f"{combining} sends each client its own mix of uploads, but {stepping} updates one global model{REMOVE}"
+        yield f"{folding[0]} {why}: remove {' or '.join(filter(None, (folding[0], other)))}"
+    if plan.mixes and method.stepper:
+        why = f"sends each client its own mix of uploads, but {folding[1]} updates one global model"
+        yield f"{folding[0]} {why}{REMOVE}"
+    for rule in method.rules if method.aggregator else ():
+        if rule.needs_mean:
+            yield f"{rule.needs_mean}, but {folding[0]} does not average{REMOVE}"
 
 
 def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
@@ -218,7 +214,7 @@ def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
     bound, source = plan.rules[index], plan.rules[index].rule.source_method
     device = next(iter(plan.initial.values())).device
     names = Counter(chain(bound.model, bound.params, bound.buffers, bound.memory))
-    kept = chain(bound.on_client.items(), bound.server.items())
+    kept = chain(bound.on_client.items(), bound.server.items(), bound.kept.items())
     misplaced = {name for name, tensor in kept if getattr(tensor, "device", None) != device}
     trained = {**pick(bound.model, plan.trained), **bound.params}
     converted = {name for name, tensor in trained.items() if getattr(tensor, "dtype", None) != plan.dtype}
@@ -258,7 +254,7 @@ def _list_wrong_sets(plan: Plan, index: int) -> Iterator[str]:
 def _list_changed_steps(plan: Plan) -> Iterator[str]:
     """Yield what keeps a step from moving every parameter along its gradient, for claims about such steps."""
     optimizer = plan.optimizer
-    for part in (part for part, _ in _list_parts(plan) if part.needs_plain_steps):
+    for part in (rule for rule in plan.method.rules if rule.needs_plain_steps):
         allowed = "SGD whose momentum is reset each round" if part.allows_momentum else "SGD without momentum"
         fix = "with keep=False" if part.allows_momentum else "with momentum=0"
         if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not part.allows_momentum)):
@@ -273,15 +269,16 @@ def _list_changed_steps(plan: Plan) -> Iterator[str]:
 def _list_uploads_beside(plan: Plan) -> Iterator[str]:
     """Yield what the server reads of single clients beside the entries that an aggregation protects."""
     state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
-    for part, source in ((part, source) for part, source in _list_parts(plan) if part.needs_entries_only):
-        for entry in state:
+    for bound in plan.rules:
+        why, source = bound.rule.needs_entries_only, bound.rule.source_method
+        for entry in state if why else ():
             fix = "register it with persistent=False, or keep it on clients"
             yield f"the server would take {entry.name!r}, a buffer of a {entry.layer}, from one client: {fix}"
-        for rule, bound in ((bound.rule.source_method, bound) for bound in plan.rules):
-            why, sent = part.needs_entries_only, ", ".join(sorted(bound.sends))
+        for other in plan.rules if why else ():
+            rule, sent = other.rule.source_method, ", ".join(sorted(other.sends))
             if sent:
                 yield f"{rule} sends more than the entries that {why} ({sent}): remove one of {rule} and {source}"
-            if bound.entries:
+            if other.entries:
                 beside = f"computes from the entries of single clients, beside those that {why}"
                 yield f"{rule} {beside}: remove one of {rule} and {source}"
 

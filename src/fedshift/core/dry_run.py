@@ -45,7 +45,7 @@ from .method import decides_normalization
 from .network import forward, to_inputs
 from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Declared, Rule, Server, View
+from .rule import HOOKS, Declared, Folded, Rule, Server, View
 from .selection import norm_statistics
 from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
@@ -185,10 +185,8 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         classes: The number of classes, labels or targets of ``task``.
 
     """
-    method = plan.method
-    components = tuple(filter(None, (*method.rules, method.server, method.aggregate)))
-    kind = _identify(plan, components, sample, task, classes)
-    if kind in _PASSED or (components == (method.aggregate,) and method.aggregate.sums):
+    kind = _identify(plan, sample, task, classes)
+    if kind in _PASSED or not plan.rules:
         return
     with kept_attributes(plan.module), torch_stream(plan.seed, "dry run"):
         x = make_batch(plan, sample)
@@ -198,12 +196,10 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         _PASSED.add(kind)
 
 
-def _identify(
-    plan: Plan, components: tuple[object, ...], sample: Tensor, task: Task | None, classes: int
-) -> Hashable | None:
+def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable | None:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
     kind = (
-        *((type(component), *vars(component).items()) for component in components), plan.work, plan.optimizer,
+        *((type(rule), *vars(rule).items()) for rule in plan.method.rules), plan.work, plan.optimizer,
         plan.loss, plan.precision, task, classes, plan.loaded, plan.sent, plan.trained, plan.adopted,
         *(getattr(type(layer).forward, "__code__", type(layer)) for layer in plan.layers),
         *((name, x.shape, x.dtype, x.device) for name, x in {"": sample, **plan.initial}.items()),
@@ -228,7 +224,7 @@ def _make_targets(plan: Plan, x: Tensor, task: Task | None, classes: int) -> Ten
 
 def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     method, halves = plan.method, list(zip(x.chunk(CLIENTS), y.chunk(CLIENTS), strict=True))
-    count = 1 if method.pooled else max(CLIENTS, method.aggregate.min_clients)
+    count = 1 if method.pooled else max(CLIENTS, *(rule.min_clients for rule in method.rules))
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
@@ -236,7 +232,7 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
         updates = {}
         for name, samples in data.items():
             clients[name], updates[name] = _train(plan, clients[name], broadcast(server, name), *samples)
-        with _named(plan, " and ".join(map(repr, filter(None, (method.aggregate, method.server))))):
+        with _named(plan, " and ".join(repr(plan.rules[index].rule) for index in plan.folds)):
             server = server_round(plan, server, updates, sizes)
             uploaded = [pair for update in updates.values() for pair in update.shared.items()]
             _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return"))
@@ -295,7 +291,8 @@ def _watch(plan: Plan, bound: Declared) -> Declared:
 
 def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
     """Return what the hook of a rule returns; raise :class:`UsageError` if that is wrong."""
-    kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
+    kind: type = {"batch": Tensor, "outputs": Tensor, "loss": Tensor, "fold": Folded}.get(hook, Mapping)
+    count = 1 + (hook in ("batch", "end"))
     failed = "failed on generated samples"
     if hook == "combine_samples":
         failed += f", whose gradients torch.func computes one by one (in {plan.precision})"
@@ -305,7 +302,7 @@ def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
         result = getattr(bound.rule, hook)(*arguments)
         returned = result if count > 1 and isinstance(result, tuple) else (result,)
         if len(returned) != count or not all(isinstance(value, kind) for value in returned):
-            what = ("tensor" if kind is Tensor else "state") + "s" * (count - 1)
+            what = {Tensor: "tensor", Folded: "fedshift.Folded"}.get(kind, "state") + "s" * (count - 1)
             raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
         _require(_find_lost_loss(result, arguments[0]) if hook == "loss" else "")
         for expected, actual, verb, where in _list_compared(plan, bound, hook, returned, arguments[0]):
@@ -334,9 +331,11 @@ def _list_compared(
         case "end":
             return [(bound.memory, returned[0], "keep", "Declared.memory")]
         case "fold":
-            sets = pick(plan.initial, bound.sets)
-            kept = bound.server, returned[0], "keep", "Declared.server"
-            return [kept, (sets, returned[1], "compute", "Declared.sets")]
+            made = bound.sets
+            if bound.rule.aggregates or bound.rule.moves:
+                made |= plan.sent - plan.whole if bound.rule.aggregates else plan.trained & plan.loaded
+            memory = bound.server, returned[0].memory, "keep", "Declared.server"
+            return [memory, (pick(plan.initial, made), returned[0].entries, "compute", "Declared.sets")]
         case "batch" | "outputs":
             name = "x" if hook == "batch" else hook
             return [({name: argument}, {name: returned[0]}, "return", "")]
@@ -378,8 +377,8 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     """Yield the tensors in ``value``, which may be states and views, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, View | Server):
-        states = ("loaded", "memory", "server", "own", "uploads")
+    elif isinstance(value, View | Server | Folded):
+        states = ("loaded", "memory", "server", "own", "uploads", "entries", "kept")
         yield from _list_tensors([getattr(value, state, ()) for state in states])
     elif isinstance(value, Mapping):
         for key, item in value.items():

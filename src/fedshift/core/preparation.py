@@ -99,10 +99,10 @@ def prepare(
     plan = _assign_roles(method, plan)
     _refuse_unknown_settings(optimizer, method.optimizer, method)
     optimizer, work = replace(optimizer, **method.optimizer), resolve_work(method, work or Work(epochs=1), clients)
-    plan = replace(plan, method=method.resolve_weighting(work), work=work, optimizer=optimizer, loss=loss, seed=seed)
+    method = method.resolve_weighting(work)
+    plan = replace(plan, method=method, text=method.text, work=work, optimizer=optimizer, loss=loss, seed=seed)
     plan = _freeze(bind_rules(plan), rounds)
     check_plan(plan)
-    plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     check_batch_size(plan)
     optimizer.check(plan.params, rounds)
     if sample is not None:
@@ -155,7 +155,7 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
     return Plan(
         label=method.label, method=Method(name=method.name, typed=method.typed, surgery=method.surgery),
         module=template, entries=members, initial={name: tensors[name].detach().clone() for name in names},
-        loaded=frozenset(names), sent=frozenset(names), trained=trained, trainable=trained, freeze_from=float("inf"),
+        loaded=frozenset(names), sent=frozenset(names), trained=trained, trainable=trained,
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
 
