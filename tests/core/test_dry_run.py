@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from fedshift.core.server_optimizer import ServerOptimizer
 from torch import nn
 
 from fedshift.cli.inspection import describe_method
@@ -15,7 +16,6 @@ from fedshift.core.method import method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import HOOKS, Declared, Folded, Rule
-from fedshift.core.server_optimizer import ServerOptimizer
 from fedshift.experiments.settings import Settings
 from fedshift.methods.fedavg import fedavg
 from fedshift.tasks import TASKS

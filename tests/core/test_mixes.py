@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 import torch
-
 from fedshift.core.aggregation import Aggregated, Aggregation, average
+
 from fedshift.core.kernel import broadcast
 from fedshift.core.method import Method
 from fedshift.core.mixes import Mixes

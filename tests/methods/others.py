@@ -3,9 +3,9 @@
 from dataclasses import dataclass
 
 import torch
+from fedshift.core.aggregation import average
 
 from fedshift import Aggregated, Aggregation, Declared, Folded, Rule, Send, method
-from fedshift.core.aggregation import average
 from fedshift.core.means import weighted_mean
 
 

@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 from fedshift.core.aggregation import Received
+
 from fedshift.core.selection import KINDS
 from fedshift.core.states import ServerState, Update
 

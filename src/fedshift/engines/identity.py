@@ -108,9 +108,8 @@ def _differentiate(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: list[Tensor], weights: Tensor
 ) -> tuple[Tensor, State]:
     """Return each client's loss on its samples of ``x [B, ...]``, and the gradients of the losses' weighted sum."""
-    plan.set_mode(training=True)
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-    outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format))
+    outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format), training=True)
     losses = _client_losses(plan, outputs, y)
     gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
     return losses, {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
