@@ -258,8 +258,8 @@ class MethodFunction(Protocol[Options]):
 def method(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
     """Turn ``function(base, *, ...)`` into a named method: ``fedbn`` on FedAvg, ``fedbn+fedprox(mu=0.1)`` on another.
 
-    The name lists the options that differ from their defaults; ``base`` becomes optional, and error messages start with
-    the name. If the function returns its base unchanged, the name stays unchanged.
+    The name lists the options that differ from their defaults; ``base``, the method that is changed, becomes optional
+    (FedAvg), and error messages start with the name. If the function returns its base unchanged, so does the name.
     """
     return _compose(function, METHOD)
 

@@ -44,7 +44,6 @@ from ..evaluation.policy import check_policy, make_state
 from ..evaluation.statistics_lag import draw_seen, find_moves, may_lag, reestimate_models
 from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory
-from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import REESTIMATED, RUNNING, Row, compute_metric, rows_to_frame
 from ..results.trial_records import load_facts
@@ -546,7 +545,6 @@ class Trial:
     def _facts(self) -> dict[str, Any]:
         engine = (self.choice.engine, self.choice.threads) if self.choice and self.server.round else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
-        facts["products"] = list_products(self.plan.module)
         return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
@@ -576,7 +574,6 @@ class Trial:
         if self.settings.engine == "auto" and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason=BEGUN)
-        self._restore_products(facts.get("products", {}))
         if self._engine:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
@@ -589,16 +586,3 @@ class Trial:
             kept=split_state(self.plan.rule_names, kept),
             mixes=Mixes.unflatten(mixes),
         )
-
-    def _restore_products(self, recorded: Mapping[str, Sequence[str]]) -> None:
-        """Compute products with the ``recorded`` libraries, even if others are faster now."""
-        before = list_products(self.plan.module)
-        set_products(self.plan.module, recorded)
-        if list_products(self.plan.module) != before:
-            self.plan, self._used = (
-                replace(self.plan),
-                None,
-            )  # new, like the engine, which may have traced or sent the old
-            if self._engine and self.choice and not self._remote:
-                self._engine.close()
-                self._engine = self._make_engine(self.choice)

@@ -103,7 +103,6 @@ def dp(
     """Clip the changes that clients of ``base`` send, and add noise to their mean.
 
     Args:
-        base: The base method; None: FedAvg.
         clipping_norm: Maximum norm of a client's change.
         noise_multiplier: Standard deviation of the noise on the sum of changes, relative to ``clipping_norm``.
         delta: The delta for which epsilon is printed.

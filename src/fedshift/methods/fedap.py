@@ -85,7 +85,6 @@ def fedap(base: Method, *, self_weight: float = 0.5) -> Method:
     """Keep BatchNorm on the clients of ``base``, and send each client a mix of the other layers.
 
     Args:
-        base: The base method; None: FedAvg.
         self_weight: Weight of a client's own upload in its mix, in [0, 1].
 
     """

@@ -99,7 +99,6 @@ def fedcac(base: Method, *, tau: float = 0.5, beta: int = 100) -> Method:
     """Send each client of ``base`` a mix in which its critical weights are shared with few clients.
 
     Args:
-        base: FedAvg unless given.
         tau: Fraction of critical weights in each tensor, in (0, 1].
         beta: Rounds after which a client shares its critical weights with nobody.
 

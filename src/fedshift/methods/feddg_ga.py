@@ -82,7 +82,6 @@ def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None)
     """Adjust the weights of the clients of ``base`` by their generalization gaps.
 
     Args:
-        base: The base method; None: FedAvg.
         step_size: Change of the weight with the largest gap, times the number of clients, in (0, 1].
         rounds: Number of rounds over which the step decays to zero; None: constant.
 

@@ -44,7 +44,6 @@ def fedgma(base: Method, *, threshold: float = 0.4, soft: bool = True) -> Method
     """Mask the mean change of ``base`` by the clients' agreement.
 
     Args:
-        base: The base method; None: FedAvg.
         threshold: Minimum agreement for applying a change in full, in [0, 1]; 0 is FedAvg.
         soft: Whether other changes are multiplied by their agreement; False drops them.
 

@@ -100,7 +100,6 @@ def fedheal(base: Method, *, threshold: float = 0.3, beta: float = 0.4) -> Metho
     """Exclude inconsistent changes from the mean of ``base``, and weigh clients by their distances.
 
     Args:
-        base: The base method; None: FedAvg.
         threshold: Fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
             1).
         beta: Fraction of this round's distances in the step of the clients' weights, in [0, 1].

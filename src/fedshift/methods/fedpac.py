@@ -169,7 +169,6 @@ def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> M
     """Pull the features of ``base`` to class prototypes, and send each client a mix of classifiers.
 
     Args:
-        base: FedAvg unless given.
         lam: Strength of the pull.
         head: Part of a round's steps in which the classifier is trained, to ``body``.
         body: Part in which the features are trained.

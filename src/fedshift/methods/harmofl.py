@@ -104,7 +104,6 @@ def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples:
     """Normalize amplitudes of images and perturb weights in the local work of ``base``.
 
     Args:
-        base: The base method; None: FedAvg.
         alpha: Distance of the perturbed weights at which the gradient is computed; 0: none.
         frequencies: Number of low frequencies in each direction with normalized amplitudes; 0: only the mean
             brightness.
