@@ -81,8 +81,8 @@ class Identity(Engine):
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):
-            update = Update(shared=shared, weight=float(size), steps=1)
-            after = ClientState(personal={}, steps=client.steps + 1)
+            update = Update(shared=shared, memory=({},) * len(plan.rules), weight=float(size), steps=1)
+            after = replace(client, steps=client.steps + 1)
             yield name, ClientResult(client=after, update=update, loss_sum=loss_sum, summed=summed)
 
     def _load(self, batches: Mapping[str, tuple[int, Tensor]]) -> tuple[Tensor, list[Tensor]]:
