@@ -165,8 +165,8 @@ def test_what_is_not_fixed_is_trained_on_samples(text, network, settings):
 def test_features_are_extracted_once_for_all_trials_and_the_oldest_are_dropped(monkeypatch):
     frozen._KEPT.clear()
     shared, calls = data("float64"), []
-    extract = frozen.Backbone._run
-    monkeypatch.setattr(frozen.Backbone, "_run", lambda self, x: calls.append(len(x)) or extract(self, x))
+    extract = frozen.Backbone.run
+    monkeypatch.setattr(frozen.Backbone, "run", lambda self, x: calls.append(len(x)) or extract(self, x))
     (method,) = METHODS.parse_all("fixbn(switch=0)")
 
     settings = Settings(rounds=1, work=Work(batch_size=8, epochs=1), optimizer=SGD(lr=0.1), engine="sequential")

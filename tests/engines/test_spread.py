@@ -136,9 +136,9 @@ def test_seconds_of_the_lanes_count_for_whoever_records(spread_over, engine):
 def test_only_a_clients_own_samples_travel_to_other_hosts(spread_over):
     engine = spread_over("ray", plan_of())
     outcomes(engine)
-    for name, handle in engine._data.items():
-        _, raw = sys.modules["ray"].get(handle.held)
-        assert sum(each.nbytes for each in raw) == SIZES[name] * (FEATURES * 4 + 8)
+    for name, size in SIZES.items():
+        _, raw = sys.modules["ray"].get(engine._handles[f"data of {name}"].held)
+        assert sum(each.nbytes for each in raw) == size * (FEATURES * 4 + 8)
 
 
 @BOTH

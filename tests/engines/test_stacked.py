@@ -131,27 +131,6 @@ def test_a_client_keeps_no_memory_of_the_others():
         assert all(tensor.untyped_storage().nbytes() == tensor.nbytes for tensor in client.personal.values())
 
 
-@pytest.mark.parametrize("changes", [{}, ONE], ids=["lanes", "shared"])
-def test_large_layers_multiply_lane_by_lane_to_the_same_gradients(changes, monkeypatch):
-    def wide(shape, classes):
-        torch.manual_seed(3)
-        return nn.Sequential(nn.Flatten(), nn.Linear(108, 320), nn.Tanh(), nn.Linear(320, classes))
-
-    from fedshift.engines import cost_model
-    from fedshift.nn import linear
-
-    monkeypatch.setattr(linear, "is_available", lambda: True)
-    monkeypatch.setattr(linear, "multiply_by_onednn", nn.functional.linear)
-    monkeypatch.setattr(cost_model, "_choose", lambda *_: [*linear.ALONE, *linear.LANES])
-    one, other = (trial(engine, fedavg(), wide, sizes=(16, 8), **changes) for engine in ("sequential", "stacked"))
-    assert type(one.plan.module[1]) is linear.FastLinear
-    assert bool(other.engine._shared) == bool(changes)
-    one.advance()
-    other.advance()
-    for name, tensor in one.server.shared.items():
-        assert (tensor - other.server.shared[name]).abs().max() <= 1e-5
-
-
 def test_a_network_that_vmap_cannot_run_is_refused_saying_why():
     class Looking(nn.Module):
         def __init__(self, shape, classes):
@@ -224,7 +203,7 @@ def test_steps_that_all_lanes_take_alike_are_recorded_once_whatever_the_rate(met
 
     class Counted(stepper.Tape):
         def __init__(self, function, inputs, **options):
-            made.append(next(tensor.shape[:2] for tensor in inputs if tensor.shape[2:] == (3, 6, 6)))
+            made.append(inputs[2].shape[:2])
             super().__init__(function, inputs, **options)
 
     monkeypatch.setattr(stepper, "Tape", Counted)

@@ -8,23 +8,16 @@ from typing import get_args, get_type_hints
 import pytest
 import torch
 from pydantic import TypeAdapter
-from torch import nn
 
 import fedshift
 from fedshift import __version__
 from fedshift.config.spec import Expression, RunSpec
-from fedshift.core.kernel import init_client
-from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
 from fedshift.data.digits import digits
 from fedshift.engines.engine import Diverged
 from fedshift.engines.sequential import Sequential
 from fedshift.export.package import require_models
 from fedshift.flower.messages import Exchange, from_record, to_record
 from fedshift.flower.site.record import Record
-from fedshift.flower.site.state import SiteState
-from fedshift.methods.fedavg import fedavg
-from fedshift.nn.linear import ALONE, LANES, list_products, set_products
 from fedshift.results.checkpoint import load_checkpoint, save_checkpoint
 from fedshift.results.schema import read_rows
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -70,19 +63,6 @@ def begun(tmp_path_factory, machine):
 @pytest.fixture
 def asked(begun, tmp_path):
     return replace(begun, folder=shutil.copytree(begun.folder, tmp_path / "copy"))
-
-
-def test_a_site_that_starts_again_keeps_the_libraries_of_its_products(tmp_path, monkeypatch):
-    monkeypatch.setattr("fedshift.nn.linear.is_available", lambda: True)
-    before, after = (prepare(fedavg(), nn.Linear(256, 128), optimizer=SGD(lr=0.1)) for _ in range(2))
-    set_products(before.module, {"": ALONE})
-    SiteState(tmp_path, "photo", before, "data").save(init_client(before), 0, 1)
-    set_products(after.module, {"": LANES})  # faster by now
-    kept = SiteState(tmp_path, "photo", after, "data")
-    kept.load_after(0)
-    assert list_products(after.module) == {"": [*LANES]}
-    kept.load_after(1)
-    assert list_products(after.module) == {"": [*ALONE]}
 
 
 EXPRESSIONS = [

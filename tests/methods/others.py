@@ -143,28 +143,3 @@ class Mixup(Rule):
 @method
 def mixup(base):
     return base.with_rule(Mixup())
-
-
-@dataclass(frozen=True)
-class Calibrated(Rule):
-    """Lowers the scores of classes that a client has seldom (FedLC, arXiv:2209.00189)."""
-
-    tau: float
-
-    def bind(self, plan):
-        scores = list(plan.params.values())[-1]
-        return Declared(self, memory={"lower": torch.zeros_like(scores)}, targets=True)
-
-    def start(self, client):
-        lower = client.memory["lower"]
-        return {
-            "lower": self.tau * torch.bincount(client.targets, minlength=len(lower)).clamp(min=1).to(lower) ** -0.25
-        }
-
-    def outputs(self, outputs, step):
-        return outputs - step.memory["lower"]
-
-
-@method
-def calibrated(base, *, tau=1.0):
-    return base.with_rule(Calibrated(tau))

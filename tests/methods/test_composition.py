@@ -29,6 +29,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbabu import fedbabu
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.feddyn import feddyn
+from fedshift.methods.fedlc import fedlc
 from fedshift.methods.fedper import fedper
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fixbn import fixbn
@@ -36,7 +37,7 @@ from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.methods.others import calibrated, clipped, small_features
+from tests.methods.others import clipped, small_features
 
 METHODS = list_catalog("methods")
 NAMES = sorted(METHODS)
@@ -240,9 +241,9 @@ def start(method):
 def test_outputs_are_changed_before_every_loss_and_other_terms_stay(other, outside):
     torch.manual_seed(0)
     x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
-    plan, job = start(other(calibrated()) if outside else calibrated(other()))
+    plan, job = start(other(fedlc()) if outside else fedlc(other()))
     lower = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    memory = ({"lower": lower} if "lower" in held else held for held in job.memory)
+    memory = ({"margins": lower} if "margins" in held else held for held in job.memory)
     job = replace(job, memory=tuple(memory))
     found = compute_gradients(plan, job, x, y, torch.tensor(0))[0]
     leaves = [tensor.clone().requires_grad_() for tensor in plan.params.values()]

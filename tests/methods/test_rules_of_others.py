@@ -1,4 +1,4 @@
-"""Seven methods as a stranger would write them, composed with ours, on every engine and across machines."""
+"""Six methods as a stranger would write them, composed with ours, on every engine and across machines."""
 
 import ast
 from pathlib import Path
@@ -10,6 +10,7 @@ from fedshift.core.kernel import client_final, client_init, init_client, init_se
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
+from fedshift.core.rule import Rule
 from fedshift.core.step import client_step
 from fedshift.core.work import Work
 from fedshift.methods.apfl import apfl
@@ -23,9 +24,9 @@ from tests.laws.course import make_trial
 from tests.methods import others, plain
 
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
-OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup", "calibrated")
+OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup")
 REFUSED = {
-    ("clusters", "ditto"): "both define the client's model: choose one of the two",
+    ("clusters", "ditto"): "both define the client's model: remove one of the two",
     ("clusters", "scaffold"): "SCAFFOLD's control variate holds only if every step updates every parameter",
 }
 PAIRS = [(name, base) for name in OTHERS for base in BASES]
@@ -84,6 +85,11 @@ def test_what_it_computes_is_not_what_its_base_computes(pair):
         own.advance()
         base.advance()
     assert not all(torch.equal(own.server.shared[name], tensor) for name, tensor in base.server.shared.items())
+
+
+def test_a_misspelled_hook_is_refused():
+    with pytest.raises(UsageError, match=r"Wrong.gradient\(\) is not a hook, .* did you mean gradients"):
+        type("Wrong", (Rule,), {"gradient": lambda self, grads, step: grads})
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -58,15 +57,15 @@ class Head(nn.Module):
         self.name, self.first = name, first
 
     @property
-    def parts(self) -> list[nn.Module]:
+    def modules_in_order(self) -> list[nn.Module]:
         """The modules that run one after another; the first one's input are the features."""
         cut = self.get_submodule(self.name)
         return list(cut.children())[self.first :] if self.first else [cut]
 
     def forward(self, x: Tensor) -> Any:
         """Return the network's outputs for features ``x [B, ...]``."""
-        for part in self.parts:
-            x = part(x)
+        for module in self.modules_in_order:
+            x = module(x)
         return x
 
 
@@ -74,42 +73,29 @@ class Head(nn.Module):
 class Backbone:
     """The fixed first part of a network; ``plan`` is the trial's, ``head`` the plan of steps on features.
 
-    ``probe``: the features of a few samples, which tell networks that print alike from one another.
+    ``key``: a value that all networks with these features share, and no others.
     """
 
     plan: Plan
     head: Plan
-    probe: Tensor | None = None
-
-    def is_unchanged(self, server: ServerState) -> bool:
-        """Return whether the server's fixed entries have their initial values, so that features hold for all rounds."""
-        fixed = self.plan.entries_fixed_in(0) & server.shared.keys()
-        return all(torch.equal(server.shared[name], self.plan.initial[name]) for name in fixed)
+    key: Hashable = None
 
     def extract(self, split: Samples) -> Samples:
         """Return ``split`` with features in place of samples, from memory if an earlier trial has extracted them."""
-        key = self._values, split.address, split.normalization.stamp, torch.get_num_threads()
+        key = self.key, split.address, split.normalization.stamp, torch.get_num_threads()
         if key not in _KEPT:
-            starts = range(0, len(split), CHUNK)
-            parts = [self._run(split.inputs(slice(start, start + CHUNK), self.plan.dtype)) for start in starts]
-            x = torch.cat(parts) if parts else torch.empty(0)
-            _KEPT[key] = split, x  # samples stay, so that no others get their address
+            pieces = (slice(start, start + CHUNK) for start in range(0, max(1, len(split)), CHUNK))
+            features = [self.run(split.inputs(piece, self.plan.dtype)) for piece in pieces if len(split)]
+            _KEPT[key] = split, torch.cat(features) if features else torch.empty(0)  # no others get the address
         _KEPT.move_to_end(key)
         x = _KEPT[key][1]
-        while count_bytes(held for held, _ in _KEPT.values()) + sum(each.nbytes for _, each in _KEPT.values()) > LIMIT:
+        while count_bytes(samples for samples, _ in _KEPT.values()) + sum(x.nbytes for _, x in _KEPT.values()) > LIMIT:
             _KEPT.popitem(last=False)
         return Samples(x=x, y=split.y, group=split.group)
 
-    @cached_property
-    def _values(self) -> Hashable:
-        """What features depend on except samples: the network, its fixed entries, and the place of the cut."""
-        assert self.probe is not None
-        fixed = {name: self.plan.initial[name] for name in sorted(self.plan.entries_fixed_in(0))}
-        values = tuple((name, _to_bytes(tensor)) for name, tensor in fixed.items())
-        return str(self.head.module), hash(values), _to_bytes(self.probe), self.plan.dtype
-
-    def _run(self, x: Tensor) -> Tensor:
-        return _reach(self.plan, self.head.module, self.plan.initial, x, training=False)[0]
+    def run(self, x: Tensor) -> Tensor:
+        """Return the features of inputs ``x [B, ...]``."""
+        return _reach(self, self.plan.initial, x, training=False)[0]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -122,19 +108,20 @@ class Inputs:
     backbone: Backbone | None = None
 
     def fit(self, server: ServerState) -> bool:
-        """Return whether the features are valid for the entries of ``server``."""
-        return self.backbone is None or self.backbone.is_unchanged(server)
+        """Return whether ``server``'s fixed entries have their initial values, so that features hold for all rounds."""
+        plan = self.plan
+        fixed = plan.entries_fixed_in(0) & server.shared.keys() if self.backbone else ()
+        return all(torch.equal(server.shared[name], plan.initial[name]) for name in fixed)
 
     def extract(self, augment: Augmentation | None) -> Inputs:
         """Return the features of these samples where the plan has a backbone, the samples themselves otherwise."""
-        measured = (split for client in self.measured.clients for split in client.splits.values())
-        splits = {id(split): split for split in (*self.train.values(), *measured)}
-        backbone = find_backbone(self.plan, splits.values(), augment)
+        measured = [split for client in self.measured.clients for split in client.splits.values()]
+        backbone = find_backbone(self.plan, [*self.train.values(), *measured], augment)
         if backbone is None:
             return self
         train = {name: backbone.extract(split) for name, split in self.train.items()}
-        measured_on = self.measured.map_splits(backbone.extract)
-        return Inputs(plan=backbone.head, train=train, measured=measured_on, backbone=backbone)
+        features = self.measured.map_splits(backbone.extract)
+        return Inputs(plan=backbone.head, train=train, measured=features, backbone=backbone)
 
 
 _KEPT: OrderedDict[Hashable, tuple[Samples, Tensor]] = OrderedDict()
@@ -155,13 +142,13 @@ def find_backbone(plan: Plan, splits: Iterable[Samples], augment: Augmentation |
         return None
     x = splits[0].inputs(slice(0, 3), plan.dtype)
     x = x if len(x) > 1 else torch.cat([x, x])  # one sample has no variance
-    for name, first in _list_cuts(plan, changing):
-        found = Backbone(plan=plan, head=replace(plan, module=Head(plan.module, name, first)))
-        if _is_sound(found, x):
-            probe = found._run(x)
-            fits = max(map(len, splits)) * probe[0].nbytes <= SPLIT_LIMIT
-            return replace(found, probe=probe) if fits else None
-    return None
+    cuts = (replace(plan, module=Head(plan.module, *cut)) for cut in _list_cuts(plan, changing))
+    backbone = next((cut for cut in (Backbone(plan=plan, head=head) for head in cuts) if _is_sound(cut, x)), None)
+    if backbone is None or max(map(len, splits)) * (features := backbone.run(x))[0].nbytes > SPLIT_LIMIT:
+        return None
+    fixed = [(name, _to_bytes(plan.initial[name])) for name in sorted(plan.entries_fixed_in(0))]
+    key = str(backbone.head.module), hash(tuple(fixed)), _to_bytes(features), plan.dtype
+    return replace(backbone, key=key)
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
@@ -174,26 +161,24 @@ def _list_cuts(plan: Plan, changing: frozenset[str]) -> Iterator[tuple[str, int]
     ``changing``: the entries that are not fixed; before a cut there are none, and no layers that draw or see a batch.
     """
     owners = {entry.owner for entry in plan.entries if entry.name in changing}
-    modules = dict(plan.module.named_modules())
-    sees_batch = {layer for layer in modules.values() if isinstance(layer, _BatchNorm) and layer.running_mean is None}
-    draws = {layer for layer in modules.values() if isinstance(layer, Keyed)}
-    after = [name for name, module in modules.items() if module in owners | sees_batch | draws]
-    name = after[0]
-    while name and not all(map(partial(_is_in, name), after)):
-        name = name.rpartition(".")[0]
-    while True:
-        children = [f"{name}.{child}".lstrip(".") for child, _ in modules[name].named_children()]
-        holding = [any(map(partial(_is_in, child), after)) for child in children]
-        if type(modules[name]) is nn.Sequential and True in holding[1:] and not holding[0]:
-            yield name, holding.index(True)
-        if not name:
-            return
-        yield name, 0
-        name = name.rpartition(".")[0]
-
-
-def _is_in(module: str, name: str) -> bool:
-    return f"{name}.".startswith(f"{module}.")
+    after = [
+        tuple(name.split(".")) if name else ()
+        for name, module in plan.module.named_modules()
+        if module in owners
+        or isinstance(module, Keyed)
+        or (isinstance(module, _BatchNorm) and module.running_mean is None)
+    ]
+    levels = enumerate(zip(*after, strict=False))
+    most = next((depth for depth, names in levels if len(set(names)) > 1), min(map(len, after)))
+    for path in (after[0][:depth] for depth in range(most, -1, -1)):
+        name = ".".join(path)
+        module = plan.module.get_submodule(name)
+        children = [(*path, child) for child, _ in module.named_children()]
+        first = next((at for at, child in enumerate(children) if child in {other[: len(child)] for other in after}), 0)
+        if type(module) is nn.Sequential and first:
+            yield name, first
+        if name:
+            yield name, 0
 
 
 def _is_sound(backbone: Backbone, x: Tensor) -> bool:
@@ -211,29 +196,29 @@ def _is_sound(backbone: Backbone, x: Tensor) -> bool:
 
 def _agrees(backbone: Backbone, state: State, x: Tensor) -> bool:
     plan, head = backbone.plan, backbone.head
-    features, outputs = _reach(plan, head.module, state, x, training=False)
+    features, outputs = _reach(backbone, state, x, training=False)
     before = peek_generators()
-    same, trained = _reach(plan, head.module, state, x, training=True)
+    same, trained = _reach(backbone, state, x, training=True)
     draws = peek_generators() != before
-    alone, _ = _reach(plan, head.module, state, x[:1], training=False)
+    alone, _ = _reach(backbone, state, x[:1], training=False)
     frozen = plan.freeze_from == 0
     shorter = [forward(head, clone(state), features, training=training, frozen=frozen) for training in (False, True)]
     equal = torch.equal(features, same) and torch.equal(outputs, shorter[0]) and torch.equal(trained, shorter[1])
     return equal and not draws and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)
 
 
-def _reach(plan: Plan, head: nn.Module, state: State, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-    """Return what ``head`` is given in a pass of the whole network, and the outputs."""
+def _reach(backbone: Backbone, state: State, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
+    """Return what the head is given in a pass of the whole network, and the outputs."""
+    plan, head, inputs = backbone.plan, backbone.head.module, list[Tensor]()
     assert isinstance(head, Head)
-    given: list[Tensor] = []
 
     def note(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if given or options or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
+        if inputs or options or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
             raise UsageError(f"{head.name!r} is called more than once, or with another input than one tensor")
-        given.append(arguments[0].clone())
+        inputs.append(arguments[0].clone())
 
-    with head.parts[0].register_forward_pre_hook(note, with_kwargs=True):
+    with head.modules_in_order[0].register_forward_pre_hook(note, with_kwargs=True):
         outputs = forward(plan, clone(state), x, training=training, frozen=plan.freeze_from == 0)
-    if not given:
+    if not inputs:
         raise UsageError(f"{head.name!r} is not called")
-    return given[0], outputs
+    return inputs[0], outputs

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
@@ -23,7 +23,7 @@ from ..core.states import ClientState, ServerState
 from ..core.step import client_step_
 from ..data.augmentation import Augmentation
 from ..data.samples import count_bytes
-from ..utils.errors import FedshiftError, Ref, Sentence
+from ..utils.errors import FedshiftError, Ref
 from ..utils.execution.executor import Chain, Executor, Handle, InProcess, LaneLost, run_all
 from ..utils.execution.ray_cluster import RayCluster
 from ..utils.execution.shared_memory import pickle_without_tensors, unpickle_with_tensors
@@ -36,23 +36,9 @@ from ..utils.threads import limit_threads
 from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
 
-HOW_TO_CONTINUE = Sentence(
-    "What was saved before is intact: continue with {}, with fewer {}, or with {}",
-    Ref(resume=True),
-    Ref("workers"),
-    Ref(engine="sequential"),
-)
-"""Advice in the error for a lost lane."""
-
 
 def train_client(
-    plan: Plan,
-    server: ServerState,
-    data: Data,
-    seed: int,
-    name: str,
-    client: ClientState,
-    augment: Augmentation | None = None,
+    plan: Plan, server: ServerState, data: Data, seed: int, name: str, client: ClientState, augment: Augmentation | None
 ) -> ClientResult:
     """Train a client for one round on one thread; ``data`` includes the client's samples."""
     with limit_threads(1):
@@ -67,11 +53,11 @@ def _try_copy(plan: Plan, data: Data) -> str | None:
     tensors, packed = pickle_without_tensors(plan)
     copy = unpickle_with_tensors(packed, lambda number, *_: tensors[number].clone())
     before, states = clone(plan.initial), []
-    for own in (copy, plan):
-        job = client_init(own, init_client(own), init_server(own), planned_steps=2)
+    for tried in (copy, plan):
+        job = client_init(tried, init_client(tried), init_server(tried), planned_steps=2)
         with torch_stream(0, "spread"):
             for _ in range(2):
-                job, _loss = client_step_(own, job, x.clone(), y, key)
+                job, _loss = client_step_(tried, job, x.clone(), y, key)
         states.append({name: job.state[name] for name in before})
     if wrong := find_difference(plan, before, *states):
         return f"trains {wrong!r} of this model otherwise: its copy in another process lacks a hook or something else"
@@ -91,8 +77,7 @@ class Spread(Engine):
         if not isinstance(self.executor, InProcess):  # nothing is sent, so that every plan is supported
             super().__post_init__()
         self._opened: Executor | None = None
-        self._plan: Handle | None = None
-        self._data: dict[str, Handle] = {}
+        self._handles: dict[str, Handle] = {}
 
     @override
     @classmethod
@@ -100,15 +85,12 @@ class Spread(Engine):
         device = next(iter(data.values())).y.device.type
         if device != "cpu":
             return f"uses processors, but the device is {device}"
-        try:
-            pickle_without_tensors((plan, augment))
-        except Exception as error:
-            return f"cannot send {plan.method.label} or the model to another process ({error})"
-        for name, split in data.items():
+        lazy = {f"the dataset of client {name!r}": split for name, split in data.items() if split.lazy}
+        for what, value in {f"{plan.method.label} or the model": (plan, augment), **lazy}.items():
             try:
-                pickle_without_tensors(split if split.lazy else None)
+                pickle_without_tensors(value)
             except Exception as error:
-                return f"cannot send the dataset of client {name!r} to another process ({error})"
+                return f"cannot send {what} to another process ({error})"
         return plan.verdict("spread", lambda: _try_copy(plan, data))
 
     @abstractmethod
@@ -122,27 +104,28 @@ class Spread(Engine):
                 self._opened = self._open()
         executor = self.executor or self._opened
         assert executor
-        steps = {name: self.steps_of_round(name, client)[1] for name, client in clients.items()}
-        order = sorted(clients, key=lambda name: len(steps[name]) * len(self.data[name]), reverse=True)
+        plan, failed = self._put(executor, "plan", lambda: self.plan), list[BaseException]()
         with timed_section("transfer"):
-            self._plan = self._plan or executor.put(self.plan)
             broadcast = executor.put(server)
-        failed: list[BaseException] = []
 
         def work(name: str) -> Chain:
-            samples, client = self._find_data(executor, name), clients[name]
+            samples, client = self._put_samples(executor, name), clients[name]
             try:
-                return (yield train_client, self._plan, broadcast, samples, self.seed, name, client, self.augment)
+                return (yield train_client, plan, broadcast, samples, self.seed, name, client, self.augment)
             except LaneLost as error:
                 raise FedshiftError(
-                    f"the {executor.lane_name} that trained client {name!r} in round {server.round + 1} {error}. {{}}",
-                    HOW_TO_CONTINUE,
+                    f"the {executor.lane_name} that trained client {name!r} in round {server.round + 1} {error}. What "
+                    "was saved before is intact: continue with {}, with fewer {}, or with {}",
+                    Ref(resume=True),
+                    Ref("workers"),
+                    Ref(engine="sequential"),
                 ) from error
 
+        steps = {name: len(self.steps_of_round(name, client)[1]) for name, client in clients.items()}
+        order = sorted(clients, key=lambda name: steps[name] * len(self.data[name]), reverse=True)
         chains = ((name, work(name)) for name in order if not failed)
-        at_once = min(self.workers or executor.lanes, len(clients)) or 1
         try:
-            for name, result in run_all(executor, chains, at_once):
+            for name, result in run_all(executor, chains, min(self.workers or executor.lanes, len(clients)) or 1):
                 if isinstance(result, BaseException):
                     failed.append(result)
                 else:
@@ -152,26 +135,27 @@ class Spread(Engine):
         if failed:
             raise failed[0]
 
-    def _find_data(self, executor: Executor, name: str) -> Handle:
+    def _put_samples(self, executor: Executor, name: str) -> Handle:
         """Return a handle to all clients' samples if lanes share memory, else to the samples of client ``name``."""
-        key = "" if executor.shares_memory else name
-        if key not in self._data:
-            split, data = self.data[name], self.data
-            if key:  # x copies the client's rows, since the array may contain all clients
-                data = {name: split.copy_alone()}
+        if executor.shares_memory:
+            return self._put(executor, "data", lambda: self.data)
+        # x copies the client's rows, since the array may contain all clients
+        return self._put(executor, f"data of {name}", lambda: {name: self.data[name].copy_alone()})
+
+    def _put(self, executor: Executor, key: str, make: Callable[[], object]) -> Handle:
+        if key not in self._handles:
             with timed_section("transfer"):
-                self._data[key] = executor.put(data)
-        return self._data[key]
+                self._handles[key] = executor.put(make())
+        return self._handles[key]
 
     @override
     def close(self) -> None:
         if executor := self.executor or self._opened:
-            for handle in (self._plan, *self._data.values()):
-                if handle:
-                    executor.drop(handle)
+            for handle in self._handles.values():
+                executor.drop(handle)
         if self._opened:
             self._opened.close()
-        self._plan, self._data, self._opened = None, {}, None
+        self._handles, self._opened = {}, None
 
 
 class Pool(Spread):

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_leaves
 
 from ..core.optimizer import SGD, may_join
 from ..core.plan import Plan
@@ -52,7 +52,7 @@ class Stepper:
     def __init__(self, plan: Plan, shared: frozenset[str] = frozenset()) -> None:
         self.plan, self._shared = plan, shared
         self.template = Lock()  # running the plan's module replaces its tensors
-        self._tapes: dict[object, tuple[Tape, tuple[str, ...]] | None] = {}
+        self._tapes: dict[object, Tape | None] = {}
         self._rules_act = any(map(plan.defines, ("batch", "outputs", "loss")))
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
@@ -128,48 +128,38 @@ class Stepper:
         """
         params, rest, *_ = stack
         held = held or {}
-        count, end, trained = len(params), len(params) + len(rest), list[str]()
-        factors = [tensor for each in held.values() for tensor in each.factors()]
-        last_factor = end + 3 + len(factors)
-        read, spec = tree_flatten(self._list_read(job, stack))
+        factors = {name: updates.factors() for name, updates in held.items()}
+        rest = {name: tensor.contiguous() for name, tensor in rest.items()}
+        read = self._list_read(job, stack)
+        inputs = params, rest, x, y, keys, factors, read
 
-        def run(*flat: Tensor) -> list[Tensor]:
-            leaves, before = dict(zip(params, flat, strict=False)), dict(zip(rest, flat[count:end], strict=True))
-            pairs = zip(held.items(), flat[end + 3 : last_factor : 2], flat[end + 4 : last_factor : 2], strict=True)
-            lanes = {name: (s_KRO, x_KRI, each.fast) for (name, each), s_KRO, x_KRI in pairs}
+        def run(
+            params: State, rest: State, x: Tensor, y: Tensor, keys: Tensor, factors: Any, read: tuple[Any, ...]
+        ) -> tuple[State, State, Tensor, dict[str, Any]]:
             now, around = job, stack[3:]
             if self._rules_act:
-                around, loaded, server, steps, lr = tree_unflatten(list(flat[last_factor:]), spec)
+                around, loaded, server, steps, lr = read
                 now = replace(job, global_params=loaded, server_memory=server, counter=steps, lr=lr)
+            lanes = {name: (*pair, held[name].fast) for name, pair in factors.items()}
             with self.template:
-                parts = leaves, before, *around
-                batch = flat[end : end + 3]
-                grads, after, loss = _compute_lanes(self.plan, now, parts, *batch, shared=self._shared, held=lanes)
-            pairs_of = [tensor for name in held for tensor in grads.pop(name)]
-            trained[:] = grads
-            return [*grads.values(), *after.values(), loss, *pairs_of]
+                parts = params, rest, *around
+                grads, after, loss = _compute_lanes(self.plan, now, parts, x, y, keys, shared=self._shared, held=lanes)
+            return grads, after, loss, {name: grads.pop(name) for name in held}
 
-        inputs = (*params.values(), *(tensor.contiguous() for tensor in rest.values()), x, y, keys, *factors, *read)
         tape = None
         # A tape fixes the round, and one a round costs more than it saves.
         if recorded and not job.separate_phase:
-            shapes = tuple(tensor.shape for tensor in (x, y, *factors, *read))
+            shapes = tuple(tensor.shape for tensor in tree_leaves((x, y, factors, read)))
             kind = shapes, job.frozen, self.plan.list_updates(job)
             factored = self.plan.is_plain_sgd and not (self._shared or self._rules_act)
             if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
                 try:
-                    made = Tape(run, inputs, factored=lambda: len(trained) if factored else 0)
-                    self._tapes[kind] = made, tuple(trained)
+                    self._tapes[kind] = Tape(run, inputs, factored=factored)
                 except Untraceable:
                     self._tapes[kind] = None
             tape = self._tapes.get(kind)
-        results: list[Any] = tape[0](*inputs) if tape else run(*inputs)
-        free = tape[1] if tape else tuple(trained)
-        grads: dict[str, Any] = dict(zip(free, results, strict=False))
-        last = len(free) + len(rest)
-        after = dict(zip(rest, results[len(free) : last], strict=True))
-        grads |= dict(zip(held, zip(results[last + 1 :: 2], results[last + 2 :: 2], strict=True), strict=True))
-        return grads, after, results[last]
+        grads, after, loss, pairs = (tape or run)(*inputs)
+        return grads | pairs, after, loss
 
 
 def _compute_lanes(

@@ -1,20 +1,21 @@
-"""Tapes: the flat list of tensor operations that a function runs, recorded once per shape and run many times.
+"""Tapes: the flat program of tensor operations that a function runs, recorded once per shape as a ``torch.fx`` graph.
 
 ``torch.vmap`` and autograd select operations in Python at every step, which takes longer than the operations of a small
-network. A tape stores the selected operations as the source of a Python function. It runs the same operations on the
-same values, so that results have the same bits, except for products that are returned as factors.
+network. A tape runs the same operations on the same values, so that results have the same bits, except for products
+that are returned as factors. (``make_fx`` records alike, but loads torch's compiler: a second in every process.)
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from operator import getitem
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 _aten = torch.ops.aten
 SAME_MEMORY = {_aten.detach.default, _aten.alias.default}
@@ -38,72 +39,13 @@ class Factors(NamedTuple):
     right: Tensor
 
 
-class _Slot(int):
-    """The number of a tensor on a tape."""
-
-
-@dataclass(frozen=True)
-class _Operation:
-    """A call: ``leaves`` are its arguments, with the tape's tensors as slots; ``spec`` is their structure."""
-
-    function: Any
-    leaves: list[Any]
-    spec: Any
-    outputs: tuple[_Slot | None, ...]
-    single: bool
-
-    @property
-    def read(self) -> set[int]:
-        return {leaf for leaf in self.leaves if isinstance(leaf, _Slot)}
-
-
-class _Recorder(TorchDispatchMode):
-    """Records operations below autograd and ``torch.vmap``."""
-
-    def __init__(self, inputs: Sequence[Tensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.kept: list[Tensor] = list(inputs)  # keeps tensors alive, so that their ids stay unique
-        self.slots = {id(tensor): _Slot(number) for number, tensor in enumerate(inputs)}
-        self.operations: list[_Operation] = []
-        self.written: set[int] = set()
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        leaves, spec = tree_flatten((args, kwargs))
-        known = [self.slots.get(id(leaf), leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        single = isinstance(result, Tensor)
-        results = [result] if single else list(result) if isinstance(result, list | tuple) else None
-        if results is None:
-            if any(isinstance(leaf, _Slot) for leaf in known):
-                raise Untraceable(f"{func} of a tensor returns a Python value")
-            return result
-        self._record_writes(func, args)
-        outputs = tuple(self._number(each) if isinstance(each, Tensor) else None for each in results)
-        self.operations.append(_Operation(func, known, spec, outputs, single))
-        return result
-
-    def _number(self, tensor: Tensor) -> _Slot:
-        if id(tensor) not in self.slots:
-            self.slots[id(tensor)] = _Slot(len(self.kept))
-            self.kept.append(tensor)
-        return self.slots[id(tensor)]
-
-    def _record_writes(self, func: Any, args: Sequence[Any]) -> None:
-        arguments = func._schema.arguments
-        places = [n for n, a in enumerate(arguments) if a.alias_info is not None and a.alias_info.is_write]
-        for place in (*places, *WRITES.get(func, ())):
-            if place < len(args) and isinstance(args[place], Tensor):
-                self.written.add(args[place].untyped_storage().data_ptr())
-
-
 class Tape:
-    """The operations of ``function`` on ``inputs``, for inputs of the same shapes, dtypes and strides.
+    """The operations of ``function`` on ``inputs``, for inputs of the same structure, shapes, dtypes and strides.
 
     Args:
-        function: Maps tensors to tensors; other tensors that it reads become constants.
+        function: Maps trees of tensors to a tuple of trees; other tensors that it reads become constants.
         inputs: Arguments for recording.
-        factored: Returns, after recording, how many results may be :class:`Factors`, from the first.
+        factored: Whether tensors of the first result may be returned as :class:`Factors`.
 
     ``operations``: the names of the operations, in order.
 
@@ -113,146 +55,119 @@ class Tape:
     """
 
     def __init__(
-        self,
-        function: Callable[..., Sequence[Tensor]],
-        inputs: Sequence[Tensor],
-        *,
-        factored: Callable[[], int] = lambda: 0,
+        self, function: Callable[..., tuple[Any, ...]], inputs: Sequence[Any], *, factored: bool = False
     ) -> None:
-        with _Recorder(inputs) as recorder:
+        with _Recorder(tree_leaves(inputs)) as recorder:
             results = function(*inputs)
-        self._results: list[Any] = [recorder.slots.get(id(tensor), tensor) for tensor in results]
-        operations = _drop_copies(recorder, self._results)
-        makers = {slot: number for number, each in enumerate(operations) for slot in each.outputs if slot is not None}
-        for place in range(factored()):
-            self._results[place] = _find_factors(operations, makers, recorder.kept, self._results[place])
-        operations = _drop_unread(operations, self._results)
-        self.operations = [str(each.function) for each in operations]
-        self._run = _compile(operations, self._results, len(inputs))
+        tensors, self._structure = tree_flatten(results)
+        graph, values = recorder.graph, recorder.values
+        output = graph.output([recorder.find(tensor) for tensor in tensors])
+        _simplify(recorder, set(map(_find_memory, tensors)) | recorder.written)
+        nodes, first = list(output.args[0]), len(tree_leaves(results[0])) if factored else 0
+        with graph.inserting_before(output):
+            nodes[:first] = [_factor(graph, values, node) for node in nodes[:first]]
+        output.args = (nodes,)
+        graph.eliminate_dead_code()
+        self.operations = [str(node.target) for node in graph.nodes if node.op == "call_function"]
+        constants = {str(node.target): values[node] for node in graph.nodes if node.op == "get_attr"}
+        self._run = GraphModule(constants, graph).forward
 
-    def __call__(self, *inputs: Tensor) -> list[Any]:
-        """Return the function's results: tensors, or :class:`Factors`."""
-        results: list[Any] = self._run(*inputs)
-        return results
-
-
-@dataclass(frozen=True)
-class _Transposed:
-    """A tensor with its last two dimensions swapped."""
-
-    slot: _Slot
+    def __call__(self, *inputs: Any) -> Any:
+        """Return the function's results, with tensors or :class:`Factors`."""
+        return tree_unflatten(self._run(*tree_leaves(inputs)), self._structure)
 
 
-def _drop_copies(recorder: _Recorder, results: list[Any]) -> list[_Operation]:
-    """Remove no-ops and constant operations; rename ``results`` in place."""
-    names: dict[int, Any] = {}
-    returned = [recorder.kept[slot] for slot in results if isinstance(slot, _Slot)]
-    changing = recorder.written | {tensor.untyped_storage().data_ptr() for tensor in returned}
+class _Recorder(TorchDispatchMode):
+    """Records operations below autograd and ``torch.vmap`` as a graph.
 
-    def rename(leaf: Any) -> Any:
-        return names.get(leaf, leaf) if isinstance(leaf, _Slot) else leaf
+    ``values``: the nodes' tensors; ``written``: the addresses of memory that an operation writes to.
+    """
 
-    kept = []
-    for each in recorder.operations:
-        leaves = [rename(leaf) for leaf in each.leaves]
-        if each.single and isinstance(leaves[0], _Slot) and _is_no_op(recorder, each, leaves):
-            names[each.outputs[0]] = leaves[0]  # type: ignore[index]
-        elif each.single and _is_constant(recorder, each, leaves, changing):
-            names[each.outputs[0]] = recorder.kept[each.outputs[0]]  # type: ignore[index]
+    def __init__(self, inputs: Sequence[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.graph, self.written = Graph(), set[int]()
+        self.values: dict[Node, Tensor] = {}  # keeps tensors alive, so that their ids stay unique
+        self._nodes: dict[int, Node] = {}
+        for number, tensor in enumerate(inputs):
+            self._add(self.graph.placeholder(f"input_{number}"), tensor)
+
+    def _add(self, node: Node, tensor: Tensor) -> None:
+        self.values[node], self._nodes[id(tensor)] = tensor, node
+
+    def find(self, tensor: Tensor) -> Node:
+        """Return the node of ``tensor``, which is a constant if no operation made it."""
+        if id(tensor) not in self._nodes:
+            self._add(self.graph.get_attr(f"constant_{len(self.values)}"), tensor)
+        return self._nodes[id(tensor)]
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not isinstance(result, Tensor | list | tuple):
+            if any(id(leaf) in self._nodes for leaf in tree_leaves((args, kwargs))):
+                raise Untraceable(f"{func} of a tensor returns a Python value")
+            return result
+        node = self.graph.call_function(func, *tree_map_only(Tensor, self.find, (args, kwargs or {})))
+        if isinstance(result, Tensor):
+            self._add(node, result)
+        for place, tensor in enumerate(result if not isinstance(result, Tensor) else ()):
+            if isinstance(tensor, Tensor):
+                self._add(self.graph.call_function(getitem, (node, place)), tensor)
+        aliases = [argument.alias_info for argument in func._schema.arguments[: len(args)]]
+        places = [place for place, alias in enumerate(aliases) if alias is not None and alias.is_write]
+        arguments = tree_leaves([args[place] for place in (*places, *WRITES.get(func, ()))])
+        self.written |= {_find_memory(tensor) for tensor in arguments if isinstance(tensor, Tensor)}
+        return result
+
+
+def _find_memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _simplify(recorder: _Recorder, changing: set[int]) -> None:
+    """Remove operations that do nothing, and those that make the same small tensor, outside of memory ``changing``."""
+    graph, values = recorder.graph, recorder.values
+    for node in list(graph.nodes):
+        if node.op != "call_function" or node not in values or node.target is getitem:
+            continue
+        inputs, tensor = node.all_input_nodes, values[node]
+        if inputs and _is_no_op(node.target, values[inputs[0]], tensor):
+            replacement = inputs[0]
+        elif _is_constant(node, tensor) and _find_memory(tensor) not in changing:
+            with graph.inserting_before(node):
+                replacement = graph.get_attr(f"constant_{len(values)}")
+            values[replacement] = tensor
         else:
-            kept.append(_Operation(each.function, leaves, each.spec, each.outputs, each.single))
-    results[:] = map(rename, results)
-    return kept
+            continue
+        node.replace_all_uses_with(replacement)
+        graph.erase_node(node)
 
 
-def _is_no_op(recorder: _Recorder, operation: _Operation, leaves: list[Any]) -> bool:
-    if operation.function in SAME_MEMORY:
-        return True
-    assert operation.outputs[0] is not None
-    before, after = recorder.kept[leaves[0]], recorder.kept[operation.outputs[0]]
-    if operation.function in RESHAPES:
-        return (before.shape, before.stride()) == (after.shape, after.stride())
-    if operation.function is _aten.mul.Scalar and leaves[1] == 1 and before.dtype == after.dtype:
-        return not recorder.written & {tensor.untyped_storage().data_ptr() for tensor in (before, after)}
-    return False
+def _is_no_op(function: Any, before: Tensor, after: Tensor) -> bool:
+    same = (before.shape, before.stride()) == (after.shape, after.stride())
+    return function in SAME_MEMORY or (function in RESHAPES and same)
 
 
-def _is_constant(recorder: _Recorder, operation: _Operation, leaves: list[Any], changing: set[int]) -> bool:
-    """Return whether an operation always returns the same small tensor, outside of memory that is ``changing``."""
-    (slot,) = operation.outputs
-    if slot is None or any(isinstance(leaf, _Slot) for leaf in leaves):
-        return False
-    output = recorder.kept[slot]
-    random = torch.Tag.nondeterministic_seeded in operation.function.tags
-    return output.numel() <= FOLDED and not random and output.untyped_storage().data_ptr() not in changing
+def _is_constant(node: Node, tensor: Tensor) -> bool:
+    """Return whether an operation always makes the same small ``tensor``."""
+    random = torch.Tag.nondeterministic_seeded in node.target.tags  # type: ignore[union-attr]
+    return not random and tensor.numel() <= FOLDED and all(source.op == "get_attr" for source in node.all_input_nodes)
 
 
-def _find_factors(operations: list[_Operation], makers: dict[_Slot, int], kept: list[Tensor], result: Any) -> Any:
+def _factor(graph: Graph, values: dict[Node, Tensor], result: Node) -> Node:
     """Return the factors of a result that is a (possibly transposed) batched product; otherwise the result."""
-    slot, transposed = result, False
-    while isinstance(slot, _Slot) and slot in makers:
-        maker = operations[makers[slot]]
-        if maker.function is _aten.bmm.default:
-            left, right = maker.leaves
-            if transposed:
-                return Factors(_Transposed(right), _Transposed(left))  # type: ignore[arg-type]
-            return Factors(left, right)
-        swaps = maker.function is _aten.transpose.int and sorted(d % 3 for d in maker.leaves[1:3]) == [1, 2]
-        swaps = swaps or (maker.function is _aten.permute.default and maker.leaves[1:] == [0, 2, 1])
-        if not swaps or kept[slot].ndim != 3:
-            break
-        transposed, slot = not transposed, maker.leaves[0]
-    return result
+    node, transposed = result, False
+    while values[node].ndim == 3 and _swaps(node):
+        node, transposed = node.all_input_nodes[0], not transposed
+    if node.target is not _aten.bmm.default:
+        return result
+    left, right = node.args
+    if transposed:
+        left, right = (graph.call_function(_aten.transpose.int, (factor, 1, 2)) for factor in (right, left))
+    return graph.call_function(Factors, (left, right))
 
 
-def _slots_of(result: Any) -> set[int]:
-    if isinstance(result, Factors):
-        return _slots_of(result.left) | _slots_of(result.right)
-    return {result.slot} if isinstance(result, _Transposed) else {result} if isinstance(result, _Slot) else set()
-
-
-def _drop_unread(operations: list[_Operation], results: list[Any]) -> list[_Operation]:
-    """Return the operations that a result needs, or that write to memory."""
-    needed: set[int] = set().union(*map(_slots_of, results))
-    kept = []
-    for each in reversed(operations):
-        if each.function._schema.is_mutable or needed & {slot for slot in each.outputs if slot is not None}:
-            needed |= each.read
-            kept.append(each)
-    return kept[::-1]
-
-
-def _compile(operations: list[_Operation], results: list[Any], inputs: int) -> Callable[..., list[Any]]:
-    """Compile the operations to a Python function, which deletes each tensor after its last use."""
-    constants: dict[str, Any] = {}
-
-    def write(value: Any) -> str:
-        if isinstance(value, _Slot):
-            return f"t{value:d}"
-        if isinstance(value, _Transposed):
-            return f"{write(value.slot)}.transpose(1, 2)"
-        if isinstance(value, Factors):
-            return f"{write(Factors)}({write(value.left)}, {write(value.right)})"
-        constants[f"c{len(constants)}"] = value
-        return f"c{len(constants) - 1}"
-
-    lines = [f"return [{', '.join(map(write, results))}]"]
-    alive: set[int] = set().union(*map(_slots_of, results))
-    for each in reversed(operations):
-        touched = each.read | {slot for slot in each.outputs if slot is not None}
-        lines += [f"del t{slot:d}" for slot in sorted(touched - alive)]
-        alive |= touched
-        args, kwargs = tree_unflatten(list(map(write, each.leaves)), each.spec)
-        arguments = [*map(_nest, args), *(f"{name}={_nest(value)}" for name, value in kwargs.items())]
-        targets = ", ".join("_" if slot is None else write(slot) for slot in each.outputs)
-        function = getattr(each.function, "_op", each.function)  # the function that the operator calls
-        lines.append(f"{targets if each.single else f'[{targets}]'} = {write(function)}({', '.join(arguments)})")
-    head = f"def run({', '.join(f't{number}' for number in range(inputs))}):"
-    exec(compile("\n    ".join([head, *reversed(lines)]), "<tape>", "exec"), constants)
-    run: Callable[..., list[Any]] = constants["run"]
-    return run
-
-
-def _nest(argument: Any) -> str:
-    """Return the source of an argument: a name, or a list of names."""
-    return argument if isinstance(argument, str) else f"[{', '.join(map(_nest, argument))}]"
+def _swaps(node: Node) -> bool:
+    """Return whether an operation swaps the last two of three dimensions."""
+    if node.target is _aten.permute.default:
+        return node.args[1] == [0, 2, 1]
+    return node.target is _aten.transpose.int and {dim % 3 for dim in node.args[1:]} == {1, 2}  # type: ignore[operator]

@@ -18,7 +18,6 @@ from ..config.spec import AUTO, Spec, TrialSpec
 from ..core.checks import check_task
 from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
 from ..core.method import Method
-from ..core.network import forward, to_inputs
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Plan
 from ..core.preparation import prepare
@@ -26,7 +25,6 @@ from ..core.work import Work
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation
 from ..engines import find_engine
-from ..engines.cost_model import choose_products, count_rows
 from ..evaluation.policy import POLICIES, SKIP
 from ..models import ModelFactory, make_network
 from ..nn.adapters import Lora
@@ -274,7 +272,7 @@ def make_plan(
     clients: int,
     task: Task = CLASSIFICATION,
 ) -> Plan:
-    """Make the plan of ``method`` with ``seed``, the same on every machine except the libraries for matrix products.
+    """Make the plan of ``method`` with ``seed``, the same on every machine.
 
     Args:
         method: method of the trial.
@@ -320,9 +318,6 @@ def make_plan(
         plan = given.load_into_plan(plan, differences)
     elif given:
         given.check_kept(plan)
-    with count_rows(plan.module) as rows:
-        forward(plan, plan.initial, to_inputs(plan, sample))
-    choose_products(plan, rows)
     return plan
 
 

@@ -44,7 +44,6 @@ from ..evaluation.policy import check_policy, make_state
 from ..evaluation.statistics_lag import draw_seen, find_moves, may_lag, reestimate_models
 from ..evaluation.unseen_clients import PolicyContext, make_personal_state
 from ..models import ModelFactory
-from ..nn.linear import list_products, set_products
 from ..results.checkpoint import refuse_other, save_checkpoint
 from ..results.schema import REESTIMATED, RUNNING, Row, compute_metric, rows_to_frame
 from ..results.trial_records import load_facts
@@ -59,7 +58,7 @@ from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan, start_network
 
-SERVER_PARTS = ("shared", "memory", "optimizer", "kept", "mixes")
+SERVER_PARTS = ("shared", "memory", "kept", "mixes")
 Models = tuple[ServerState, Callable[[ClientData], State | None]]
 """The server, and a function that returns the model that a client would use, None if it has none."""
 BEGUN = "as the run was begun"
@@ -144,7 +143,7 @@ class Trial:
         refuse_uncovered(self.plan, settings, training)
         self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls is called
         check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
-        check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
+        check_client_count(method, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
             known = {client.name: client.train for client in data.clients if len(client.train)}
             check_policy(self.plan, settings.unseen, known, data.task)
@@ -546,14 +545,13 @@ class Trial:
     def _facts(self) -> dict[str, Any]:
         engine = (self.choice.engine, self.choice.threads) if self.choice and self.server.round else None
         facts = {"round": self.server.round, "identity": self.identity, "engine": engine}
-        facts["products"] = list_products(self.plan.module)
         return facts | (self._engine.facts() if self._engine else {})
 
     def _server_tensors(self) -> State:
         server = self.server
         mixes = server.mixes.flatten() if server.mixes else {}
-        memory = join_states(self.plan.rule_names, server.memory)
-        parts = server.shared, memory, server.optimizer, server.kept, mixes
+        memory, kept = (join_states(self.plan.rule_names, states) for states in (server.memory, server.kept))
+        parts = server.shared, memory, kept, mixes
         return add_prefix("server", join_states(SERVER_PARTS, parts))
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
@@ -576,30 +574,15 @@ class Trial:
         if self.settings.engine == "auto" and facts.get("engine"):  # another engine would round differently
             name, threads = facts["engine"]
             self.choice = EngineChoice(engine=name, threads=threads, reason=BEGUN)
-        self._restore_products(facts.get("products", {}))
         if self._engine:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
         server = {name: tensor.to(device) for name, tensor in entries_under("server", tensors).items()}
-        shared, memory, optimizer, kept, mixes = split_state(SERVER_PARTS, server)
+        shared, memory, kept, mixes = split_state(SERVER_PARTS, server)
         self.server = ServerState(
             round=facts["round"],
             shared=shared,
             memory=split_state(self.plan.rule_names, memory),
-            optimizer=optimizer,
-            kept=kept,
+            kept=split_state(self.plan.rule_names, kept),
             mixes=Mixes.unflatten(mixes),
         )
-
-    def _restore_products(self, recorded: Mapping[str, Sequence[str]]) -> None:
-        """Compute products with the ``recorded`` libraries, even if others are faster now."""
-        before = list_products(self.plan.module)
-        set_products(self.plan.module, recorded)
-        if list_products(self.plan.module) != before:
-            self.plan, self._used = (
-                replace(self.plan),
-                None,
-            )  # new, like the engine, which may have traced or sent the old
-            if self._engine and self.choice and not self._remote:
-                self._engine.close()
-                self._engine = self._make_engine(self.choice)

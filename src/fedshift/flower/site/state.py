@@ -10,7 +10,6 @@ from ...core.kernel import init_client
 from ...core.plan import Plan
 from ...core.states import ClientState
 from ...experiments.client_store import to_client, to_tensors
-from ...nn.linear import list_products, set_products
 from ...results.checkpoint import load_checkpoint, save_checkpoint
 from ...utils.errors import FedshiftError
 from ...utils.files import write_atomically
@@ -39,7 +38,7 @@ class SiteState:
         self.folder, self.name, self.plan, self.data, self.keep = folder, name, plan, data, keep
 
     def load_after(self, base: int, upload: str = "") -> ClientState:
-        """Return the client after round ``base`` (0: before its first), and restore how the network computed products.
+        """Return the client after round ``base`` (0: before its first).
 
         ``upload``: digest of the upload that the coordinator used in that round; empty if it does not say.
 
@@ -83,7 +82,6 @@ class SiteState:
             check_state(entries_under(part, tensors), entries_under(part, expected), where)
         device = next(iter(self.plan.initial.values())).device
         moved = {name: tensor.to(device) for name, tensor in tensors.items()}
-        set_products(self.plan.module, facts.get("products", {}))
         return to_client(moved, facts["steps"], self.plan.rule_names)
 
     def save(self, client: ClientState, base: int, round: int, upload: str = "") -> None:
@@ -93,8 +91,7 @@ class SiteState:
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         tensors = to_tensors(client, self.plan.rule_names)
-        products = list_products(self.plan.module)
-        facts = {"steps": client.steps, "data": self.data, "round": round, "products": products, "upload": upload}
+        facts = {"steps": client.steps, "data": self.data, "round": round, "upload": upload}
         save_checkpoint(self._path(round), tensors, facts)
         rounds = self.list_rounds()
         needed = {base, round, *[old for old in rounds if old < base][-1:]}
