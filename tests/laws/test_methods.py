@@ -30,7 +30,7 @@ from fedshift.methods.single import single
 from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.state import is_equal, nbytes, pick
 from tests.laws.conftest import FEDERATED, by_name
-from tests.laws.course import CONSTANTS, ROUNDS, client_tensors, make_trial, unequal
+from tests.laws.course import CONSTANTS, ROUNDS, client_tensors, make_plan, make_trial, unequal
 
 BATCH_NORM = {"first", "downsample.1", "second"}
 
@@ -282,7 +282,7 @@ NETWORKS = {
 """Of the parameters that each rule adds on clients, those that are another network's."""
 DECAYED = NETWORKS | {"representation": ".+"}
 """Those that decay: FedSR's too, as in its authors' code, whose optimizer has one weight decay for all."""
-ADDING = [method for method in FEDERATED if any(make_trial(method).plan.own_trained)]
+ADDING = [method for method in FEDERATED if method.rules and any(make_plan(method).own_trained)]
 
 
 def test_every_rule_that_adds_parameters_is_known():
@@ -291,7 +291,7 @@ def test_every_rule_that_adds_parameters_is_known():
 
 
 def rules_that_add(method):
-    plan = make_trial(method).plan
+    plan = make_plan(method)
     return {name for name, own in zip(plan.rule_names, plan.own_trained, strict=True) if own}
 
 
@@ -321,7 +321,7 @@ OPTIMIZERS = {
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(method, kind):
     optimizer, theirs, given = OPTIMIZERS[kind]
-    plan = replace(make_trial(method).plan, optimizer=optimizer)
+    plan = replace(make_plan(method), optimizer=optimizer)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
     job = replace(job, params={name: tensor * 0.9 for name, tensor in job.params.items()})  # within any bounds
     separate = (*plan.before, *plan.after)
@@ -351,7 +351,7 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_clipping_acts_on_networks_and_on_nothing_else_that_a_rule_adds(method):
     plan, found = make_trial(agc(method, clip=0.1)).plan, []
-    for each in (make_trial(method).plan, plan):
+    for each in (make_plan(method), plan):
         job = client_init(each, init_client(each), init_server(each), planned_steps=9)
         grads = {name: torch.ones_like(tensor) for name, tensor in job.params.items()}
         found.append(transform_gradients(each, job, grads, torch.tensor(3)))
