@@ -81,7 +81,7 @@ def test_dp_and_robust_aggregation_refuse_every_send(guard, reveals):
         plan_of(guard().with_rule(Sends(reveals)))
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(
     "method", [each for each in FEDERATED if not any(rule.aggregates for rule in each.rules)], ids=by_name
 )

@@ -55,6 +55,7 @@ def test_the_methods_that_change_gradients_are_those_of_the_catalog():
     assert found == known - {ClipNorm}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", CHANGING, ids=lambda method: str(method.rules))
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_no_rule_changes_the_gradients_of_anothers_parameters(method, change):
@@ -74,6 +75,7 @@ def test_no_rule_changes_the_gradients_of_anothers_parameters(method, change):
         assert all(torch.equal(found[names[e]], grads[names[e]]) for e in spared if names[e] in grads)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", WITH_RULES, ids=by_name)
 def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, method):
     running = course(method)
@@ -98,6 +100,7 @@ def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, 
         before = moment.server
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("method", METHODS, ids=by_name)
 def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method):
     plan = make_plan(method, without_dropout)
