@@ -113,7 +113,7 @@ BUFFERS = (
     Fault("buffers-averaged", "core/plan.py", "Plan.whole", "if entry.kind in WHOLE", "if False",
           "tests/core/test_buffers.py"),
     Fault("state-of-the-last-client", "core/server_round.py", "StreamingAggregator._take_whole",
-          "weight > self._largest", "True", "tests/core/test_buffers.py"),
+          "weight > self._largest", "True", "tests/laws/test_networks.py"),
     Fault("state-loaded-every-round", "core/buffers.py", "list_kept", 'entry.kind == "state"', "False",
           "tests/core/test_buffers.py"),
     Fault("vectors-of-another-weight", "core/buffers.py", "fit_spectral_norms",

@@ -6,6 +6,7 @@ the fix. What only a run can show is found by :mod:`fedshift.core.dry_run`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, TypeVar
@@ -157,7 +158,7 @@ def check_plan(plan: Plan) -> None:
 
 def _refuse(plan: Plan, *refusals: Iterator[str]) -> None:
     for why in chain(*refusals):
-        raise UsageError(f"method {plan.method.label!r}: {why}")
+        raise UsageError(f"method {plan.label!r}: {why}")
 
 
 def _list_repeated(plan: Plan) -> Iterator[str]:
@@ -211,17 +212,23 @@ def _list_unshared(plan: Plan) -> Iterator[str]:
 def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
     """Yield what is wrong in the declarations of a rule, or does not fit the plan."""
     bound, source = plan.rules[index], plan.rules[index].rule.source_method
-    names = [*bound.model, *bound.params, *bound.buffers, *bound.memory]
+    device = next(iter(plan.initial.values())).device
+    names = Counter(chain(bound.model, bound.params, bound.buffers, bound.memory))
+    kept = chain(bound.on_client.items(), bound.server.items(), bound.kept.items())
+    misplaced = {name for name, tensor in kept if getattr(tensor, "device", None) != device}
+    trained = {**pick(bound.model, plan.trained), **bound.params}
+    converted = {name for name, tensor in trained.items() if getattr(tensor, "dtype", None) != plan.dtype}
     for wrong, why in (
-        ({name for name in names if names.count(name) > 1}, "{!r} twice: rename one"),
+        ({name for name, count in names.items() if count > 1}, "{!r} twice: rename one"),
         (plan.initial.keys() & {*bound.names.values()}, "its own entry {!r}, a name of the model: rename it"),
         (bound.limits.keys() - bound.params.keys(), "limits of {!r}, which is not in params: correct its bind()"),
         (bound.model.keys() - plan.initial.keys(), "a network with {!r}, which the model lacks: correct its bind()"),
         (bound.growing.keys() - bound.server.keys(), "{!r} as growing, which is not in server: correct its bind()"),
+        (misplaced, f"{{!r}}, which is no tensor on {device}, as the model's: make it from one (new_zeros)"),
+        (converted, f"{{!r}}, which is not {plan.dtype}, as the model: make it from an entry (new_zeros)"),
     ):
         if wrong:
             yield f"{source} declares {why.format(min(wrong))}"
-    yield from _list_wrong_tensors(plan, index)
     if len({phase.when == "during" for phase in bound.phases if phase.trains == "own"}) > 1:
         yield f"{source} trains its own parameters both in the model's steps and in separate passes: choose one"
     for phase in bound.phases:
@@ -230,21 +237,6 @@ def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
         if phase.trains != "own" and not phase.trains & plan.trained:
             name, fixing = min(phase.trains, default="nothing"), plan.method.name_sources(lambda method: method.trains)
             yield f"{source} has a phase that trains {name!r}, which {fixing} leaves untrained{REMOVE}, or other layers"
-
-
-def _list_wrong_tensors(plan: Plan, index: int) -> Iterator[str]:
-    """Yield tensors of a rule on another device than the model, and trained ones of another type."""
-    bound, device = plan.rules[index], next(iter(plan.initial.values())).device
-    for name, tensor in chain(bound.on_client.items(), bound.server.items(), bound.kept.items()):
-        trained = tensor is bound.on_client.get(name) and bound.names.get(name) in plan.own_trained[index]
-        if not isinstance(tensor, Tensor):
-            what = type(tensor).__name__
-        elif tensor.device != device or (trained and tensor.dtype != plan.dtype):
-            what = f"{tensor.dtype} on {tensor.device}"
-        else:
-            continue
-        like = f"the model is {plan.dtype} on {device}: make it from an entry of the plan (new_zeros)"
-        yield f"{type(bound.rule).__name__}.bind() declares {name!r} as {what}, and {like}"
 
 
 def _list_wrong_sets(plan: Plan, index: int) -> Iterator[str]:
@@ -358,7 +350,7 @@ def _list_reads_of_samples(plan: Plan, index: int) -> Iterator[str]:
 def check_sends(plan: Plan, index: int, sent: State) -> None:
     """Raise :class:`UsageError` unless ``sent`` equals the uploads that the rule at ``index`` declares."""
     if why := find_difference(plan.rules[index].sends, sent, "upload", "the sends of its bind()"):
-        name = f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}"
+        name = f"method {plan.label!r}: {plan.rules[index].rule.source_method}"
         raise UsageError(f"{name} {why}, since consent of sites, policies and differential privacy rely on them")
 
 
@@ -369,7 +361,7 @@ def check_upload(plan: Plan, shared: State, memory: Sequence[State]) -> None:
     upload for each rule.
     """
     if why := find_difference(pick(plan.initial, plan.sent), shared, "upload", "the entries in its scope"):
-        raise UsageError(f"method {plan.method.label!r} {why}")
+        raise UsageError(f"method {plan.label!r} {why}")
     for index, sent in enumerate(memory):
         check_sends(plan, index, sent)
 

@@ -36,7 +36,7 @@ LARGE = 1e10
 FAST = 1e13
 """Operations per second of a GPU, roughly."""
 TIMED = 1e10
-"""Operations of a timed round, about; it has at least two steps, if the whole round has, on at least one client."""
+"""Operations of a timed round, about; lanes take at least two steps, if a round has so many, on at least one client."""
 MANY = 256
 """Maximum number of clients in a timed round."""
 TURNS, SHORT = 5, 0.05
@@ -165,8 +165,8 @@ def _time_engines(
     if not separate_uploads and Identity.refusal(plan, data) is None:
         timed["identity"] = Identity
     most = int(TIMED / max(1, _count_step(plan, data)))
-    names = list(data)[: max(1, min(clients, MANY, most // 2))]
-    short = _shorten(plan, data, max(2, most // len(names)))
+    names = list(data)[: max(1, min(clients, MANY, most // 2) if len(timed) > 1 else 1)]
+    short = _shorten(plan, data, max(min(2, len(timed)), most // len(names)))
     works, steps = dict[str, Callable[[], object]](), dict[str, int]()
     for threads, how in ((None, ""), (1, ALONE)) if torch.get_num_threads() > 1 else ((1, ""),):
         for name, kind in timed.items():

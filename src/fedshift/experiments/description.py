@@ -11,7 +11,7 @@ import torch
 from ..core.method import Method
 from ..core.optimizer import Optimizer, TorchOptimizer
 from ..core.plan import Plan
-from ..core.schedule import FunctionSchedule, Schedule, TorchSchedule
+from ..core.schedule import CustomSchedule, Schedule
 from ..core.work import Work
 from ..data.federation import Federation
 from ..data.preparation import Normalization
@@ -117,7 +117,7 @@ def describe_rounds(settings: Settings) -> str:
 
 
 def _describe_fields(value: Any) -> str:
-    if isinstance(value, FunctionSchedule | TorchSchedule):
+    if isinstance(value, CustomSchedule):
         return str(value)
     pairs = (f"{field.name} {getattr(value, field.name)}" for field in fields(value))
     return f"{type(value).__name__.lower()} ({', '.join(pairs)})"
