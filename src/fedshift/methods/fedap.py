@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Folded, Rule, Server
+from ..core.rule import Folded, Network, Rule, Server
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..utils.errors import require
 from ..utils.state import State, group_entries, join_states, pick

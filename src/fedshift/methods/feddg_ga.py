@@ -14,11 +14,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..utils.errors import require
 from ..utils.state import State, add_prefix, entries_under, pick
 

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Server, Step
 from ..utils.errors import require
 from ..utils.state import State, pick
 

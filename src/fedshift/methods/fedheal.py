@@ -13,11 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
 from ..utils.errors import require
 from ..utils.state import State, pick
 

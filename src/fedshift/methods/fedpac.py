@@ -23,10 +23,8 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from ..analysis.statistics import Floats
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Send, Server, Step
 from ..core.selection import name_classifier
 from ..utils.errors import require
 from ..utils.state import State

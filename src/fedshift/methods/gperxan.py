@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
+from ..core.rule import Declared, Network, Rule, Step
 from ..core.selection import batch_norm, name_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
 from ..nn.surgery import BATCH_NORM, replace_modules, take_place

@@ -11,10 +11,8 @@ common direction.
 
 import torch
 
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..utils.state import State, pick
 from .fedavgm import Momentum
 
