@@ -21,6 +21,7 @@ from ..core.network import compute_outputs, to_memory_format
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.probe import find_difference
+from ..core.rule import HOOKS
 from ..core.states import ClientState, LocalTrainingState, ServerState, Update
 from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
@@ -45,7 +46,8 @@ class Identity(Engine):
             return f"needs exactly one step per client and round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"needs SGD that is reset each round, not {plan.optimizer}"
-        if plan.rules or plan.personal or plan.initial.keys() != plan.sent:
+        acts = any(map(plan.defines, {*HOOKS} - {"fold"})) or plan.method.aggregator
+        if acts or plan.personal or plan.initial.keys() != plan.sent:
             return f"needs a method that only averages complete models, which {plan.method.label} does not"
         return find_exchange(plan) or plan.verdict("identity", lambda: _try_union(plan, data))
 
@@ -108,9 +110,8 @@ def _differentiate(
     plan: Plan, job: LocalTrainingState, x: Tensor, y: list[Tensor], weights: Tensor
 ) -> tuple[Tensor, State]:
     """Return each client's loss on its samples of ``x [B, ...]``, and the gradients of the losses' weighted sum."""
-    plan.set_mode(training=True)
     leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-    outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format))
+    outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format), training=True)
     losses = _client_losses(plan, outputs, y)
     gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
     return losses, {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
