@@ -165,10 +165,12 @@ def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, mo
     monkeypatch.setattr(
         "fedshift.engines.sequential.client_step_", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0
     )
+    running = trial(data)
+    assert running.engine_choice.threads == 1
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            trial(data).advance()
+            running.advance()
         assert torch.get_num_threads() == 2
         assert seen == [1]
     finally:
