@@ -97,9 +97,9 @@ WRONG = {
     r"declares 'one' but does not keep it: Declared.server must": rule(server=SERVER, fold=lambda server: Folded({})),
     r"computes '2.bias' .* without declaring it: Declared.sets": rule(fold=lambda server: Folded({}, {"2.bias": ONE})),
     r"fold\(\): returns a dict": rule(fold=lambda server: {}),
-    r"declares 'one' as .* on meta, and the model is .* on cpu": rule(memory={"one": ONE.to("meta")}),
-    r"declares 'one' as .*float64 .* the model is .*float32": rule(params={"one": ONE.double()}),
-    r"declares 'one' as float, and": rule(server={"one": 1.0}),
+    r"Faulty declares 'one', which is no tensor on cpu": rule(memory={"one": ONE.to("meta")}),
+    r"Faulty declares 'two', which is no tensor on cpu": rule(server={"one": ONE, "two": 1.0}),
+    r"Faulty declares 'one', which is not torch.float32": rule(params={"one": ONE.double()}),
 }  # fmt: skip
 
 

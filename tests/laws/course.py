@@ -27,27 +27,28 @@ CONSTANTS = {
 """Buffers that no arithmetic leaves as they are."""
 
 
-def network(shape: tuple[int, ...], classes: int) -> nn.Module:
+class Network(nn.Module):
     """Normalization of both kinds, dropout, a shortcut whose BatchNorm has no telling name, what does not train."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Conv2d(shape[0], 4, 3, padding=1)
-            self.first = nn.BatchNorm2d(4)
-            self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-            self.subnet = nn.Linear(4 * shape[1] * shape[2], 6)
-            self.second = nn.BatchNorm1d(6)
-            self.dropout = nn.Dropout(0.2)
-            self.head = nn.Linear(6, classes)
-            self.scale = nn.Parameter(torch.full((1,), 0.7), requires_grad=False)
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(shape[0], 4, 3, padding=1)
+        self.first = nn.BatchNorm2d(4)
+        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.subnet = nn.Linear(4 * shape[1] * shape[2], 6)
+        self.second = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(6, classes)
+        self.scale = nn.Parameter(torch.full((1,), 0.7), requires_grad=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.relu(self.first(self.stem(x)))
-            x = torch.relu(x + self.downsample(x)).flatten(1)
-            return self.head(self.dropout(torch.relu(self.second(self.subnet(x))))) * self.scale
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(self.stem(x)))
+        x = torch.relu(x + self.downsample(x)).flatten(1)
+        return self.head(self.dropout(torch.relu(self.second(self.subnet(x))))) * self.scale
 
-    net = Net().double()
+
+def network(shape: tuple[int, ...], classes: int) -> nn.Module:
+    net = Network(shape, classes).double()
     for name, value in CONSTANTS.items():
         net.register_buffer(name, value.clone())
     return net

@@ -88,9 +88,7 @@ def test_what_it_computes_is_not_what_its_base_computes(pair):
 
 
 def test_a_misspelled_hook_is_refused():
-    with pytest.raises(
-        UsageError, match=r"Wrong.gradient\(\) is not a hook, .* did you mean gradients"
-    ):
+    with pytest.raises(UsageError, match=r"Wrong.gradient\(\) is not a hook, .* did you mean gradients"):
         type("Wrong", (Rule,), {"gradient": lambda self, grads, step: grads})
 
 

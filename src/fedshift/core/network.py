@@ -79,6 +79,9 @@ class Network:
         norm_replacers: Names of the components that replace normalization layers; empty: none does.
         work: Local work of a round.
         optimizer: The local optimizer.
+        freeze_from: First round (from 0) with frozen statistics.
+        seed: Seed of the trial, which keys the server's random draws.
+        text: All choices of the method in one line, which keys them, too.
         precision: Precision in which layers compute; parameters, statistics, losses and updates keep their dtype, which
             is float32, or float64 with that precision.
         traits: What a trial of the network showed.
@@ -98,6 +101,9 @@ class Network:
     norm_replacers: str = ""
     work: Work
     optimizer: Optimizer
+    freeze_from: float = float("inf")
+    seed: int = 0
+    text: str = ""
     precision: Precision = "float32"
     traits: Traits = field(default_factory=Traits)
     _mode: dict[str, bool] = field(default_factory=lambda: {**START}, init=False, repr=False)
@@ -115,6 +121,15 @@ class Network:
             for entry in self.entries
             if entry.kind in WHOLE
             or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
+        )
+
+    def entries_fixed_in(self, round: int) -> frozenset[str]:
+        """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
+        frozen = round >= self.freeze_from
+        return frozenset(
+            entry.name
+            for entry in self.entries
+            if (frozen and norm_statistics(entry) if entry.is_buffer else entry.name not in self.trained)
         )
 
     def refuse_kept(self, use: str, names: Collection[str]) -> UsageError:

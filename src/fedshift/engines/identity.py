@@ -39,14 +39,13 @@ class Identity(Engine):
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
-        method, work = plan.method, plan.work
+        work = plan.work
         if not work.is_one_step(map(len, data.values()), plan.smallest_batch):
             return f"needs exactly one step per client and round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"needs SGD that is reset each round, not {plan.optimizer}"
-        changes = method.rules or not method.aggregate.sums
-        if changes or plan.personal or plan.initial.keys() != plan.sent:
-            return f"needs a method that only averages complete models, which {method.label} does not"
+        if plan.rules or plan.personal or plan.initial.keys() != plan.sent:
+            return f"needs a method that only averages complete models, which {plan.method.label} does not"
         return find_exchange(plan) or plan.verdict("identity", lambda: _try_union(plan, data))
 
     @override

@@ -76,7 +76,6 @@ def fedala(base: Method, *, layers: int | str = 1, rate: float = 10.0, epochs: i
     """Learn weights for adopting the shared model's top layers in ``base``.
 
     Args:
-        base: The base method; None: FedAvg.
         layers: The top layers: number of last layers, or a pattern such as ``"head.*"``.
         rate: Learning rate of the weights relative to the model's.
         epochs: Number of epochs that train the weights at the start of a round.

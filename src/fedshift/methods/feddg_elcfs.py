@@ -185,7 +185,6 @@ def feddg_elcfs(
     """Train ``base`` also on images in other clients' styles, with a contrastive loss along the contours of masks.
 
     Args:
-        base: The base method; None: FedAvg.
         beta: Step size of the inner step.
         boundary: Strength of the contrastive loss on contours, if targets are masks; 0: none.
         tau: Temperature of the contrastive loss.

@@ -9,28 +9,30 @@ batches of the next round, in training mode, so that clients send only one numbe
 gap of a client in its first round is zero.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received
 from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step
-from ..core.states import ServerState
+from ..core.rule import Client, Declared, Folded, Rule, Server, Step
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
 @dataclass(frozen=True)
 class GeneralizationGap(Rule):
-    """The client's part: its model before aggregation, and the gap of the shared model to it."""
+    """On clients the gap of the shared model to their own before aggregation, on the server weights adjusted by it."""
 
+    step_size: float
+    rounds: int | None
+    aggregates = True
+    weighs = False
+    keeps = True
     needs_shared = "FedDG-GA compares each client's model with the shared model"
 
     @override
@@ -54,31 +56,23 @@ class GeneralizationGap(Rule):
         gap = client.own.buffers["gap"] * begun / max(client.steps, 1)
         return {"begun": torch.ones_like(begun)} | add_prefix("last", client.params), {"gap": gap}
 
-
-@dataclass(frozen=True)
-class AdjustedMean(Aggregation):
-    """The server's part: weights adjusted by the gaps, kept for each client."""
-
-    step_size: float
-    rounds: int | None
-    weighs = False
-    keeps = True
-
     @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        weights = self._weigh(server, received)
-        weights_N = torch.tensor(weights, dtype=torch.float64)
-        kept = {each.client: weight.clone() for each, weight in zip(received, weights_N, strict=True)}
-        entries = weighted_mean([each.entries for each in received], weights)
-        return Aggregated(entries=entries, kept=server.kept | kept)
+    def fold(self, server: Server) -> Folded:
+        weights = self._weigh(server)
+        kept = {
+            each.client: torch.tensor(weight, dtype=torch.float64)
+            for each, weight in zip(server.received, weights, strict=True)
+        }
+        entries = weighted_mean([each.entries for each in server.received], weights)
+        return Folded(entries=entries, kept=server.kept | kept)
 
-    def _weigh(self, server: ServerState, received: Sequence[Received]) -> list[float]:
+    def _weigh(self, server: Server) -> list[float]:
         """Return the participants' weights, which sum to one."""
-        clients, gaps = len(received), [float(each.of(GeneralizationGap)["gap"]) for each in received]
+        clients, gaps = len(server.received), [float(upload["gap"]) for upload in server.uploads]
         largest = max(map(abs, gaps))
-        left = max(0.0, 1 - server.round / self.rounds) if self.rounds else 1.0
+        left = max(0.0, 1 - server.before.round / self.rounds) if self.rounds else 1.0
         step = self.step_size * left / clients / largest if largest else 0.0
-        before = [float(server.kept.get(each.client, 1 / clients)) for each in received]
+        before = [float(server.kept.get(each.client, 1 / clients)) for each in server.received]
         moved = [min(max(weight + step * gap, 0.0), 1.0) for weight, gap in zip(before, gaps, strict=True)]
         return [weight / sum(moved) for weight in moved] if sum(moved) else [1 / clients] * clients
 
@@ -88,7 +82,6 @@ def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None)
     """Adjust the weights of the clients of ``base`` by their generalization gaps.
 
     Args:
-        base: The base method; None: FedAvg.
         step_size: Change of the weight with the largest gap, times the number of clients, in (0, 1].
         rounds: Number of rounds over which the step decays to zero; None: constant.
 
@@ -97,5 +90,4 @@ def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None)
         raise UsageError(
             f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more"
         )
-    adjusted = base.with_aggregation(AdjustedMean(float(step_size), rounds))
-    return adjusted.with_rule(GeneralizationGap())
+    return base.with_rule(GeneralizationGap(float(step_size), rounds))

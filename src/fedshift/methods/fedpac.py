@@ -16,7 +16,6 @@ that sits a round out is known by the h that it sent last, and its mix is of the
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Self
 
 import numpy as np
 import torch
@@ -25,33 +24,38 @@ from torch import Tensor, nn
 from typing_extensions import override
 
 from ..analysis.statistics import Floats
-from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.declarations import Send
 from ..core.method import Method, method
 from ..core.network import Network
-from ..core.plan import Plan
-from ..core.rule import Client, Declared, Step
+from ..core.rule import Client, Declared, Folded, Server, Step
 from ..core.selection import find_classifier
-from ..core.states import ServerState
 from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
 from .fedrep import HeadThenBody
 
+COMPARED = ("weighted_means", "variance")
+"""Uploads by which the server compares clients."""
 SMALLEST = 1e-3
 """Weight of a classifier below which a mix does without it."""
 
 
 @dataclass(frozen=True)
 class AlignedFeatures(Prototypes):
-    """A pull of strength ``lam`` to class prototypes, and what the server compares clients by.
+    """A pull of strength ``lam`` to class prototypes, and mixes of classifiers of least expected error.
 
-    ``epochs``: those of a round in which all samples are seen before the features' parameters move.
+    The server keeps the weighted means that each client sent last. ``epochs``: those of a round in which all samples
+    are seen before the features' parameters move.
     """
 
     epochs: int
     body: tuple[str, ...] = field(default=(), repr=False)
     """Parameters of the features that clients load and train."""
+    head: tuple[str, ...] = field(default=(), repr=False)
+    """Entries of the classifier."""
+    aggregates = True
+    keeps = True
+    mixes = True
 
     @override
     def bind(self, network: Network) -> Declared:
@@ -61,6 +65,8 @@ class AlignedFeatures(Prototypes):
         body = tuple(sorted((network.trained & network.loaded) - head))
         if not body:
             raise network.refuse_kept("FedPAC averages features of clients", network.trained - head or head)
+        if kept := head - (network.sent & network.loaded):
+            raise network.refuse_kept("FedPAC mixes classifiers of clients", kept)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = torch.zeros_like(_sum_weights(network.params, body))
         memory = {**bound.memory, "class_sizes": zeros_K.clone()}
@@ -69,7 +75,7 @@ class AlignedFeatures(Prototypes):
         sends = {**bound.sends, **described}
         return replace(
             bound,
-            rule=replace(self, body=body),
+            rule=replace(self, body=body, head=tuple(sorted(head))),
             buffers=buffers,
             memory=memory,
             sends=sends,
@@ -116,34 +122,17 @@ class AlignedFeatures(Prototypes):
         variance = (squares - weighted_KD.square().sum()).clamp(min=0) / client.memory["samples"]
         return memory, {**upload, "weighted_means": weighted_KD, "variance": variance}
 
-
-@dataclass(frozen=True)
-class ClassifierMix(Aggregation):
-    """Mixes of classifiers of least expected error; it keeps the weighted means that each client sent last."""
-
-    head: tuple[str, ...] = field(default=(), repr=False)
-    keeps = True
-    mixes = True
-
     @override
-    def bind(self, plan: Plan) -> Self:
-        head = _name_classifier(plan, plan.method.name_source(self))
-        if kept := head - (plan.sent & plan.loaded):
-            raise plan.refuse_kept(f"method {plan.method.label!r}: FedPAC mixes classifiers of clients", kept)
-        return replace(self, head=tuple(sorted(head)))
-
-    @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        sent = {each.client: each.of(AlignedFeatures) for each in received}
-        known = server.kept | {client: upload["weighted_means"] for client, upload in sent.items()}
-        others = torch.stack([upload["weighted_means"].double().flatten() for upload in sent.values()])
-        variances = torch.stack([upload["variance"].double() for upload in sent.values()])
+    def fold(self, server: Server) -> Folded:
+        clients = [each.client for each in server.received]
+        sent = {name: torch.stack([upload[name].double().flatten() for upload in server.uploads]) for name in COMPARED}
+        known = server.kept | {c: u["weighted_means"] for c, u in zip(clients, server.uploads, strict=True)}
         mixes = {}
         for client, own in known.items():
-            gaps = own.double().flatten() - others
-            weights = _weigh((gaps @ gaps.T).cpu().numpy() + np.diag(variances.cpu().numpy()))
+            gaps = own.double().flatten() - sent["weighted_means"]
+            weights = _weigh((gaps @ gaps.T).cpu().numpy() + np.diag(sent["variance"][:, 0].cpu().numpy()))
             mixes[client] = {name: torch.tensor(weights) for name in self.head}
-        return Aggregated(entries=average(received), kept=known, mixes=mixes)
+        return replace(super().fold(server), entries=server.entries, kept=known, mixes=mixes)
 
 
 def _weigh(form: Floats) -> Floats:
@@ -180,7 +169,6 @@ def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> M
     """Pull the features of ``base`` to class prototypes, and send each client a mix of classifiers.
 
     Args:
-        base: FedAvg unless given.
         lam: Strength of the pull.
         head: Part of a round's steps in which the classifier is trained, to ``body``.
         body: Part in which the features are trained.
@@ -188,6 +176,5 @@ def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> M
     """
     require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (no pull) or more")
     require(head >= 1 and body >= 1, f"head={head} and body={body}: give 1 or more for each")
-    mixing = base.with_aggregation(ClassifierMix())
     aligned = AlignedFeatures(lam, epochs=ceil((head + body) / head))
-    return mixing.with_rule(aligned).with_rule(HeadThenBody(head / (head + body), 1))
+    return base.with_rule(aligned).with_rule(HeadThenBody(head / (head + body), 1))

@@ -92,7 +92,6 @@ def fedplvm(base: Method, *, alpha: float = 0.25, tau: float = 0.07, lam: float 
     """Add a sparse contrast with prototypes that clients and server cluster, and attraction to their mean, to ``base``.
 
     Args:
-        base: FedAvg unless given.
         alpha: Power of similarities, in (0, 1].
         tau: Temperature of the contrast.
         lam: Strength of both losses.

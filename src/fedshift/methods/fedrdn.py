@@ -145,10 +145,7 @@ class ClientStatistics(Rule):
 def fedrdn(base: Method, *, samples: int = 256) -> Method:
     """Normalize training images of ``base`` by the statistics of a client that is drawn for each, and others by own.
 
-    Args:
-        base: FedAvg unless given.
-        samples: Images of a client on which it measures its statistics, as many as its first pass has at most.
-
+    ``samples``: images of a client on which it measures its statistics, as many as its first pass has at most.
     """
     require(samples >= 1, f"samples={samples}: give 1 or more")
     changed = base.with_surgery(ScaleInputs()).keep_on_client(of_type(InputScaling))

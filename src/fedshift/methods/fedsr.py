@@ -100,7 +100,6 @@ def fedsr(base: Method, *, l2: float = 0.01, cmi: float = 0.0005, size: int | No
     """Use Gaussian features in ``base``, and regularize their norm and their information beyond the class.
 
     Args:
-        base: The base method; None: FedAvg.
         l2: Strength of the norm of the features.
         cmi: Strength of the conditional mutual information of features and inputs.
         size: Number of features; None: the number of the classifier's inputs.

@@ -75,7 +75,7 @@ class Measurement(Rule):
         return blank | {"samples": torch.zeros((), dtype=torch.int64, device=next(iter(blank.values())).device)}
 
     def fold(self, server: Server) -> Folded:
-        counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.server.shared
+        counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.before.shared
         pooled, total = State(), counts_K1.sum()
         for layer in self.layers:
             means_KC, vars_KC = (stack_entry(server.uploads, f"{kind}/{layer}") for kind in KINDS)

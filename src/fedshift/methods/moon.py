@@ -47,7 +47,6 @@ def moon(base: Method, *, mu: float = 1.0, tau: float = 0.5, features: str = "la
     """Add the model-contrastive loss to ``base``; needs clients that keep state.
 
     Args:
-        base: The base method; None: FedAvg.
         mu: Strength of the loss.
         tau: Temperature of the similarities.
         features: Layer of the network whose inputs are compared; ``last``: the classifier.

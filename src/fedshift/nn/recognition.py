@@ -31,10 +31,8 @@ KNOWN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 """Entries of torch's normalization layers, convolutions and linear layers."""
 STEPS = ("forward", "_conv_forward", "__call__", "_call_impl")
 """Methods that determine what a layer computes."""
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+"""Attributes of every layer that hold hooks."""
 BATCH = 4
 """Number of samples in a trial run of a layer."""
 CLOSE = 1e-4
@@ -71,9 +69,8 @@ def find_parts(layer: nn.Module) -> dict[str, nn.Module] | None:
         return None
     if runs_as_torch(layer):
         return {}
-    tried = [_agrees(layer, x, training=training) for x in _make_inputs(layer) for training in (True, False)]
-    agreed = [each for each in tried if each is not None]
-    return dict(layer.named_children()) if agreed and all(agreed) else None
+    agreed = {_agrees(layer, x, training=training) for x in _make_inputs(layer) for training in (True, False)}
+    return dict(layer.named_children()) if agreed - {None} == {True} else None
 
 
 def require_understood(name: str, layer: nn.Module, what: str) -> dict[str, nn.Module]:
@@ -135,25 +132,20 @@ def is_scaled(layer: _ConvNd) -> bool:
     """
     if runs_as_torch(layer) or is_parametrized(layer) or layer.transposed:
         return False
-    copied, kernels = _copy_with_random_entries(layer).eval(), list[Tensor]()
+    copied = _copy_with_random_entries(layer).eval()
     for name, entry in copied.named_parameters():
         if name not in KNOWN:
             entry.data.fill_(1)
-    for change in (lambda weight: weight, lambda weight: 2 * weight + 3):
-        copied.weight.data = change(copied.weight.data)  # type: ignore[no-untyped-call]
-        size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
-        try:
-            with torch.no_grad(), recorded_calls(copied, CONVOLUTIONS) as calls:
-                copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
-        except Exception:  # a user's layer may raise any type
-            return False
-        kernels += [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls]
-    if len(kernels) != 2:
+    size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
+    with recorded_calls(copied, CONVOLUTIONS) as calls, suppress(Exception), torch.no_grad():  # of a user's layer
+        for factor, term in ((1, 0), (2, 3)):
+            copied.weight.data = factor * copied.weight.data + term
+            copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
+    kernels = [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls]
+    if len(kernels) != 2 or not torch.allclose(kernels[0], kernels[1], rtol=SCALED, atol=SCALED):
         return False
-    one, other = kernels
-    squares, centered = one.square().sum(1), one.mean(1).abs() <= SCALED
-    same = torch.allclose(one, other, rtol=SCALED, atol=SCALED)
-    return same and bool((centered & (squares > 0.5) & (squares < 5)).all())
+    squares, centered = kernels[0].square().sum(1), kernels[0].mean(1).abs() <= SCALED
+    return bool((centered & (squares > 0.5) & (squares < 5)).all())
 
 
 @contextmanager
@@ -165,26 +157,24 @@ def placed_hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-def find_hooks(layer: nn.Module) -> set[object]:
-    """Return the ids of hooks registered on ``layer``."""
-    return {id(hook) for kind in HOOKS for hook in getattr(layer, kind, {}).values()}
+def list_hooks(layer: nn.Module) -> list[Any]:
+    """Return the hooks registered on ``layer``."""
+    return [hook for name in HOOKS for hook in getattr(layer, name).values()]
 
 
-def _make_inputs(layer: nn.Module) -> Iterator[Tensor]:
-    """Yield reproducible random inputs, float64, in shapes that torch's layer of this type accepts."""
-    generator = torch.Generator().manual_seed(0)
-    for shape in _input_shapes(layer):
-        yield torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
-
-
-def _input_shapes(layer: nn.Module) -> list[tuple[int, ...]]:
+def _make_inputs(layer: nn.Module) -> list[Tensor]:
+    """Return reproducible random inputs, float64, in shapes that torch's layer of this type accepts."""
+    shapes: list[tuple[int, ...]] = []
     if isinstance(layer, _BatchNorm | _InstanceNorm | nn.GroupNorm):
         channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
-        return [(channels, *[5] * pixels) for pixels in range(4)]
-    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        shapes = [(channels, *[5] * pixels) for pixels in range(4)]
+    elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         last = tuple(layer.normalized_shape)
-        return [last, (3, *last), *([(*last, 5, 5)] if len(last) == 1 else [])]
-    return [(8, 5, 5)] if isinstance(layer, nn.LocalResponseNorm | nn.CrossMapLRN2d) else []
+        shapes = [last, (3, *last), *([(*last, 5, 5)] if len(last) == 1 else [])]
+    elif isinstance(layer, nn.LocalResponseNorm | nn.CrossMapLRN2d):
+        shapes = [(8, 5, 5)]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def _agrees(layer: nn.Module, x: Tensor, *, training: bool) -> bool | None:
@@ -201,11 +191,10 @@ def _agrees(layer: nn.Module, x: Tensor, *, training: bool) -> bool | None:
         return x
 
     actual = _run(layer, x, lambda module, x: module(x), training=training)
-    results = [_run(layer, x, partial(follow, each), training=training) for each in normalizers]
-    expected = [result for result in results if result is not None]
-    if actual is None or not expected:
+    expected = [_run(layer, x, partial(follow, each), training=training) for each in normalizers]
+    if actual is None or expected == [None] * len(expected):
         return None
-    return any(all(map(_is_close, actual, result)) for result in expected)
+    return any(all(map(_is_close, actual, result)) for result in expected if result is not None)
 
 
 @torch.no_grad()
