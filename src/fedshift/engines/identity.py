@@ -8,6 +8,7 @@ average model.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from ..core.network import compute_outputs, to_memory_format
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.probe import find_difference
+from ..core.rule import HOOKS
+from ..core.server_round import sums_suffice
 from ..core.states import ClientState, ServerState, Update
 from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
@@ -44,7 +47,9 @@ class Identity(Engine):
             return f"needs exactly one step per client and round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"needs SGD that is reset each round, not {plan.optimizer}"
-        if plan.rules or plan.personal or plan.initial.keys() != plan.sent:
+        acts = any(plan.defines(hook) for hook in HOOKS if hook != "fold") or any(plan.own_trained)
+        averages = sums_suffice(plan) and plan.clients_differ_only_in_entries and not acts
+        if not averages or plan.personal or plan.initial.keys() != plan.sent:
             return f"needs a method that only averages complete models, which {plan.method.label} does not"
         return find_exchange(plan) or plan.verdict("identity", lambda: _try_union(plan, data))
 
@@ -71,8 +76,8 @@ class Identity(Engine):
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):
-            update = Update(shared=shared, weight=float(size), steps=1)
-            after = ClientState(personal={}, steps=client.steps + 1)
+            update = Update(shared=shared, memory=client.memory, weight=float(size), steps=1)
+            after = replace(client, steps=client.steps + 1)
             yield name, ClientResult(client=after, update=update, loss_sum=loss_sum, summed=summed)
 
     def _load(self, batches: Mapping[str, tuple[int, Tensor]]) -> tuple[Tensor, list[Tensor]]:
