@@ -1,7 +1,7 @@
 """The dry run: what a component does other than it declares is refused by name when a plan is prepared."""
 
 import random
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,7 +15,6 @@ from fedshift.core.method import method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import HOOKS, Declared, Folded, Rule
-from fedshift.core.server_optimizer import ServerOptimizer
 from fedshift.experiments.settings import Settings
 from fedshift.methods.fedavg import fedavg
 from fedshift.tasks import TASKS
@@ -118,31 +117,39 @@ def test_a_hook_that_raises_is_refused_with_its_place(hook):
         prepared(broken)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Halves(ServerOptimizer):
+class Sums(Rule):
+    """Makes all entries by a function of the server's fold."""
+
+    aggregates = True
+
+    def __init__(self, make):
+        self.make = make
+
+    def fold(self, server):
+        return Folded(entries=self.make(server))
+
+
+class Halves(Rule):
     """Steps of another shape."""
 
-    lr: float = 1.0
+    moves = True
 
-    def init(self, params):
-        return {}
-
-    def step(self, params, delta, state, share):
-        return {name: tensor[:1] for name, tensor in params.items()}, state
+    def fold(self, server):
+        return Folded(entries={name: tensor[:1] for name, tensor in server.changes.items()})
 
 
 @pytest.mark.parametrize(
-    ("method", "why"),
+    ("wrong", "why"),
     [
-        (fedavg().with_aggregation(lambda *_: {}), "lambda.*receives '0.bias' but does not return"),
-        (fedavg().with_aggregation(lambda *_: 1 / 0), "lambda.* failed .*division by zero"),
-        (fedavg().with_aggregation(lambda *given: {n: t / 0 for n, t in given[2][0].entries.items()}), "not finite"),
-        (fedavg().with_server(Halves()), r"Halves.*: returns '0.weight' of shape \(1, 3\) .*, received as \(4, 3\)"),
+        (Sums(lambda server: {}), r"Sums.fold\(\): declares '0.bias' but does not compute it"),
+        (Sums(lambda server: 1 / 0), r"Sums.fold\(\) failed .*division by zero"),
+        (Sums(lambda server: {n: t / 0 for n, t in server.entries.items()}), "not finite"),
+        (Halves(), r"Halves.*: computes '0.weight' of shape \(1, 3\) .*, declared as \(4, 3\)"),
     ],
 )
-def test_what_the_server_computes_otherwise_is_refused(method, why):
+def test_what_the_server_computes_otherwise_is_refused(wrong, why):
     with pytest.raises(UsageError, match=why):
-        prepared(method=method)
+        prepared(wrong)
 
 
 def draw():

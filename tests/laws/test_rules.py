@@ -10,9 +10,9 @@ from torch import nn
 
 from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.rule import Folded, Rule
+from fedshift.core.rule import Folded, Rule, average
 from fedshift.core.schedule import StepDecay
-from fedshift.core.server_round import ClientSizes, fold_rules, receive
+from fedshift.core.server_round import ClientSizes, fold, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
 from fedshift.methods import METHODS as CATALOG
@@ -78,14 +78,17 @@ def test_no_rule_changes_the_gradients_of_anothers_parameters(method, change):
 def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, method):
     running = course(method)
     plan, before = running.plan, running.start
-    sets = frozenset().union(*(bound.sets for bound in plan.rules))
     for number in range(1, ROUNDS + 1):
         moment = running[number]
-        memory, made = fold_rules(plan, before, receive(plan, sorted(moment.updates.items()), ClientSizes(plan, SIZES)))
-        assert made.keys() == sets
-        assert all(torch.equal(moment.server.shared[name], tensor) for name, tensor in made.items())
-        assert all(map(is_equal, memory, moment.server.memory))
-        for bound, state in zip(plan.rules, memory, strict=True):
+        received = receive(sorted(moment.updates.items()), ClientSizes(plan, SIZES))
+        mean = average(received) if plan.sent and not plan.method.aggregator else {}
+        after = fold(plan, before, received, None if plan.method.aggregator else mean)
+        moved = plan.trained & plan.loaded if plan.method.stepper else frozenset()
+        others = mean.keys() - plan.made - moved
+        assert all(torch.equal(after.shared[name], mean[name]) for name in others)
+        assert all(torch.equal(moment.server.shared[name], after.shared[name]) for name in plan.made)
+        assert all(map(is_equal, after.memory, moment.server.memory))
+        for bound, state in zip(plan.rules, after.memory, strict=True):
             assert state.keys() == bound.server.keys()
             for name, first in bound.server.items():
                 free = bound.growing.get(name, ())

@@ -27,7 +27,7 @@ from fedshift.methods.median import median
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.methods.received import aggregate, receive
+from tests.methods import received
 
 INF = float("inf")
 BEFORE = {
@@ -37,7 +37,7 @@ BEFORE = {
 
 
 def fold(method, states, before=BEFORE, **known):
-    return aggregate(method.aggregate, receive(states), before, **known).entries
+    return received.fold(method.aggregator, states, before, **known).entries
 
 
 def moved(w=0.0, mean=0.0, var=0.0, count=0):

@@ -31,7 +31,7 @@ from fedshift.methods.krum import krum
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.utils.errors import UsageError
-from tests.methods.received import aggregate, receive
+from tests.methods.received import fold
 
 KEY = torch.tensor(0)
 
@@ -86,7 +86,7 @@ def test_a_parameter_may_have_no_dimensions(made):
 )
 def test_a_minority_by_weight_drags_the_geometric_median_nowhere(values, weights, highest):
     states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
-    found = aggregate(geometric_median().aggregate, receive(states, weights), states[0]).entries["w"].item()
+    found = fold(geometric_median().aggregator, states, states[0], weights=weights).entries["w"].item()
     assert -1e-3 <= found <= highest + 1e-3
 
 
@@ -140,6 +140,6 @@ def test_tied_weights_stay_tied_under_surgery():
 def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
     states = [{"shared": torch.ones(1), "head": torch.full((1,), value)} for value in (1.0, 3.0)]
     before = {"shared": torch.zeros(1), "head": torch.zeros(1)}
-    folded = aggregate(NormalizedAveraging(), receive(states, steps=[10, 1]), before, {"shared"}).entries
+    folded = fold(NormalizedAveraging(), states, before, names={"shared"}, steps=[10, 1]).entries
     assert folded["head"].item() == 2.0
     assert folded["shared"].item() == pytest.approx(5.5 * (0.5 / 10 + 0.5 / 1))  # tau = 5.5

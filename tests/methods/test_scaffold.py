@@ -170,7 +170,7 @@ def test_the_servers_step_size_stretches_the_mean_change_of_the_models_alone():
     start = whole.plan.initial["weight"]
     moved, less = (running.server.shared["weight"] - start for running in (whole, half))
     assert (less - 0.5 * moved).abs().max() <= 1e-15
-    assert torch.equal(*(next(iter(running.server.memory[0].values())) for running in (whole, half)))
+    assert torch.equal(*(running.server.memory[-1]["weight"] for running in (whole, half)))
     for _ in range(60):
         half.advance()
     assert np.abs(half.server.shared["weight"].numpy() - optimum(SHARES["samples"])).max() <= 1e-9
@@ -181,6 +181,6 @@ def test_a_step_size_and_a_server_optimizer_are_refused(make):
     with pytest.raises(UsageError, match="already has a server optimizer; choose one of the two"):
         make()
     assert scaffold(server_lr=1.0).name == "scaffold"
-    assert scaffold(fedadam()).server is not None
+    assert scaffold(fedadam()).stepper is not None
     with pytest.raises(UsageError, match="server learning rate lr=0: it must be a number above 0"):
         scaffold(server_lr=0.0)

@@ -104,10 +104,9 @@ def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
 def _take_step(plan: Plan, server: ServerState, x: Tensor, y: list[Tensor], weights: Tensor) -> tuple[State, Tensor]:
     """Return the model after a step along the mean, by ``weights``, of clients' losses on ``x [B, ...]``, and these."""
     job = client_init(plan, init_client(plan), server, planned_steps=1)
-    plan.set_mode(training=True)
     with timed_section("forward and backward"):
         leaves, rest = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}, clone(job.rest)
-        outputs = compute_outputs(plan, {**leaves, **rest}, to_memory_format(x, plan.image_format))
+        outputs = compute_outputs(plan, {**leaves, **rest}, to_memory_format(x, plan.image_format), training=True)
         losses = _client_losses(plan, outputs, y)
         gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
     grads = {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
