@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedshift import Aggregated, Aggregation, Declared, Folded, Rule, Send, method
-from fedshift.core.aggregation import average
+from fedshift import Declared, Folded, Rule, Send, method
 from fedshift.core.means import weighted_mean
 
 
@@ -41,23 +40,24 @@ def small_features(base, *, strength=0.1):
     return base.with_rule(SmallFeatures(strength))
 
 
-class LayerMixes(Aggregation):
+class LayerMixes(Rule):
     """Each client loads, entry by entry, a mix in which clients weigh more whose entry is near to its own."""
 
-    mixes = True
+    aggregates = mixes = True
 
-    def __call__(self, plan, server, received):
+    def fold(self, server):
+        received = server.received
         mixes = {each.client: {} for each in received}
-        for name in plan.trained & plan.loaded:
+        for name in server.network.trained & server.network.loaded:
             values = torch.stack([each.entries[name].double().flatten() for each in received])
             for each, weights in zip(received, torch.softmax(-torch.cdist(values, values), dim=1), strict=True):
                 mixes[each.client][name] = weights
-        return Aggregated(entries=average(received), mixes=mixes)
+        return Folded(entries=server.entries, mixes=mixes)
 
 
 @method
 def layer_mixes(base):
-    return base.with_aggregation(LayerMixes())
+    return base.with_rule(LayerMixes())
 
 
 class Clusters(Rule):

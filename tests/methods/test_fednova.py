@@ -105,7 +105,7 @@ def test_statistics_and_counters_are_the_mean_in_their_own_dtype():
     for state, count in zip(states, (9, 4), strict=True):
         state["1.num_batches_tracked"] = torch.tensor(count)
     updates = {
-        name: Update(shared=state, weight=weight, steps=steps)
+        name: Update(shared=state, memory=({},), weight=weight, steps=steps)
         for name, state, weight, steps in zip("ab", states, (1.0, 3.0), (9, 4), strict=True)
     }
     after = server_round(plan, server, updates, {"a": 1, "b": 3}).shared

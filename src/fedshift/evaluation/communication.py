@@ -95,8 +95,8 @@ def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
 
 
 def _list_sends(plan: Plan) -> Iterator[Disclosure]:
-    for index, (bound, prefix) in enumerate(zip(plan.rules, plan.rule_names, strict=True)):
-        used = index in plan.defines("fold")  # the server computes its broadcast from uploads
+    for bound, prefix in zip(plan.rules, plan.rule_names, strict=True):
+        used = bound.server or bound.sets  # what the server broadcasts of a rule, it computes from uploads
         for name, send in bound.sends.items():
             receivers = "each" if send.passed_on else "all" if used else "server"
             yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers)
