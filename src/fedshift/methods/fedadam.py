@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
@@ -36,13 +35,11 @@ class Adaptive(Rule):
         require(0 <= self.beta2 < 1, f"beta2={self.beta2:g}: it must lie in [0, 1)")
         require(self.tau > 0, f"tau={self.tau:g}: it must be above 0, say 1e-3")
 
-    @override
     def bind(self, network: Network) -> Declared:
         common = pick(network.params, network.loaded).items()
         mean = {f"mean/{name}": torch.zeros_like(tensor) for name, tensor in common}
         return Declared(self, kept=mean | {f"square/{name}": torch.full_like(x, self.tau**2) for name, x in common})
 
-    @override
     def fold(self, server: Server) -> Folded:
         moved, kept = State(), State()
         for name, change in server.changes.items():

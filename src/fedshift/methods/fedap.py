@@ -16,7 +16,6 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.network import Network
@@ -41,7 +40,6 @@ class StatisticsMix(Rule):
     keeps = True
     mixes = True
 
-    @override
     def fold(self, server: Server) -> Folded:
         layers, present = _find_layers(server.network), [each.client for each in server.received]
         names = frozenset(name for layer in layers for name in layer)

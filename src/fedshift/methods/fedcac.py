@@ -18,7 +18,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -40,7 +39,6 @@ class CriticalMix(Rule):
     keeps = True
     mixes = True
 
-    @override
     def fold(self, server: Server) -> Folded:
         kept, received, mixed = dict(server.kept), server.received, server.before.mixes
         for each in received:

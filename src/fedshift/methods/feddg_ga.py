@@ -13,7 +13,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.means import weighted_mean
@@ -35,14 +34,12 @@ class GeneralizationGap(Rule):
     keeps = True
     needs_shared = "FedDG-GA compares each client's model with the shared model"
 
-    @override
     def bind(self, network: Network) -> Declared:
         first = next(iter(network.params.values()))
         gap, begun = {"gap": first.new_zeros(())}, first.new_zeros((), dtype=torch.bool)
         memory = {"begun": begun} | add_prefix("last", network.params)
         return Declared(self, buffers=gap, memory=memory, sends=Send.like(gap, "client"))
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         last, gap = entries_under("last", step.memory), step.own.buffers["gap"]
         shared = last | pick(step.loaded, last)
@@ -50,13 +47,11 @@ class GeneralizationGap(Rule):
         gap.mul_(step.steps > 0).add_((of_shared - of_last).detach())
         return loss
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         begun = client.memory["begun"]
         gap = client.own.buffers["gap"] * begun / max(client.steps, 1)
         return {"begun": torch.ones_like(begun)} | add_prefix("last", client.params), {"gap": gap}
 
-    @override
     def fold(self, server: Server) -> Folded:
         weights = self._weigh(server)
         kept = {

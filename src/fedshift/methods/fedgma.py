@@ -11,7 +11,6 @@ averaged.
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
@@ -28,7 +27,6 @@ class MaskedMean(Rule):
     aggregates = True
     passes_on = False
 
-    @override
     def fold(self, server: Server) -> Folded:
         entries, states = server.entries, [each.entries for each in server.received]
         for name in sorted(server.network.trained & server.network.loaded):

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
@@ -37,14 +36,12 @@ class Consistency(Rule):
     keeps = True
     needs_shared = "FedHEAL weighs changes of shared entries"
 
-    @override
     def bind(self, network: Network) -> Declared:
         rounds = torch.zeros((), dtype=torch.int64, device=next(iter(network.params.values())).device)
         down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in network.params.items()}
         counts = {name: tensor.bool() for name, tensor in pick(network.params, network.loaded).items()}
         return Declared(self, memory={"rounds": rounds} | down, sends=Send.like(counts, "update"))
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory, rounds = dict(client.memory), int(client.memory["rounds"])
         counts = {}
@@ -58,7 +55,6 @@ class Consistency(Rule):
                 memory[f"down/{name}"] = before + down
         return memory | {"rounds": memory["rounds"] + 1}, counts
 
-    @override
     def fold(self, server: Server) -> Folded:
         kept, states = server.kept | self._weigh(server), [each.entries for each in server.received]
         weights = [float(kept[f"weight/{each.client}"]) for each in server.received]

@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..analysis.statistics import Floats
 from ..core.declarations import Send
@@ -57,7 +56,6 @@ class AlignedFeatures(Prototypes):
     keeps = True
     mixes = True
 
-    @override
     def bind(self, network: Network) -> Declared:
         bound, head = super().bind(network), _name_classifier(network, self.source_method)
         zeros_KD = bound.server["prototypes"]
@@ -90,13 +88,11 @@ class AlignedFeatures(Prototypes):
             f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples",
         )
 
-    @override
     def start(self, client: Client) -> State:
         sizes_K = client.memory["class_sizes"]
         sizes_K = torch.bincount(client.targets, minlength=len(sizes_K)).to(sizes_K.dtype)
         return {**super().start(client), "class_sizes": sizes_K}
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         buffers, z_BD = step.own.buffers, step.features.detach()
         sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
@@ -111,7 +107,6 @@ class AlignedFeatures(Prototypes):
         counts_K.mul_(begun).add_(member_KB.sum(dim=1))
         return super().loss(loss, step)
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory, upload = super().end(client)
         buffers, counts_K = client.own.buffers, client.own.buffers["early_counts"]
@@ -122,7 +117,6 @@ class AlignedFeatures(Prototypes):
         variance = (squares - weighted_KD.square().sum()).clamp(min=0) / client.memory["samples"]
         return memory, {**upload, "weighted_means": weighted_KD, "variance": variance}
 
-    @override
     def fold(self, server: Server) -> Folded:
         clients = [each.client for each in server.received]
         sent = {name: torch.stack([upload[name].double().flatten() for upload in server.uploads]) for name in COMPARED}
