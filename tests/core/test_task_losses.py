@@ -10,26 +10,28 @@ from torch import nn
 
 from fedshift.core.loss import (
     LOSSES,
-    AbsoluteError,
-    BinaryCrossEntropy,
-    BinaryFocal,
-    CrossEntropy,
-    Dice,
-    DiceCrossEntropy,
-    Focal,
-    Huber,
-    SquaredError,
+    binary_cross_entropy,
+    binary_focal,
+    cross_entropy,
+    dice,
+    dice_cross_entropy,
+    focal,
+    huber,
+    mae,
+    make_loss,
+    mse,
 )
 from fedshift.tasks.segmentation import LEFT_OUT
 from fedshift.utils.errors import UsageError
 
 K, WEIGHTS = 3, (0.5, 2.0, 1.0)
+WEIGHTED = [{}, {"weights": WEIGHTS}]
 OF_MASKS = [
-    CrossEntropy(), CrossEntropy(weights=WEIGHTS), CrossEntropy(smoothing=0.1), Focal(), Focal(weights=WEIGHTS), Dice(),
-    Dice(weights=WEIGHTS), DiceCrossEntropy(), DiceCrossEntropy(weights=WEIGHTS),
-]  # fmt: skip
-OF_LABELS = [BinaryCrossEntropy(), BinaryCrossEntropy(weights=WEIGHTS), BinaryFocal(), BinaryFocal(weights=WEIGHTS)]
-OF_NUMBERS = [SquaredError(), AbsoluteError(), Huber(delta=0.7)]
+    make_loss(cross_entropy, smoothing=0.1),
+    *(make_loss(each, **given) for each in (cross_entropy, focal, dice, dice_cross_entropy) for given in WEIGHTED),
+]
+OF_LABELS = [make_loss(each, **given) for each in (binary_cross_entropy, binary_focal) for given in WEIGHTED]
+OF_NUMBERS = [make_loss(mse), make_loss(mae), make_loss(huber, delta=0.7)]
 
 
 def masks(seed=0, ignored=0.2):
@@ -64,16 +66,16 @@ def test_cross_entropy_of_masks_is_torchs(weights):
     scores, y = masks()
     given = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     torchs = nn.functional.cross_entropy(scores, y, given)
-    assert CrossEntropy(weights=weights)(scores, y).item() == pytest.approx(torchs.item(), rel=1e-12)
+    assert make_loss(cross_entropy, weights=weights)(scores, y).item() == pytest.approx(torchs.item(), rel=1e-12)
     summed = torchs.item() + soft_dice(scores, y, weights=weights)
-    assert DiceCrossEntropy(weights=weights)(scores, y).item() == pytest.approx(summed, rel=1e-12)
+    assert make_loss(dice_cross_entropy, weights=weights)(scores, y).item() == pytest.approx(summed, rel=1e-12)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("smooth", [0.1, 1.0])
 def test_dice_is_its_formula(smooth, weights):
     scores, y = masks()
-    loss = Dice(smooth=smooth, weights=weights)
+    loss = make_loss(dice, smooth=smooth, weights=weights)
     assert loss(scores, y).item() == pytest.approx(soft_dice(scores, y, smooth, weights), rel=1e-12)
 
 
@@ -81,13 +83,13 @@ def test_dice_of_certain_predictions_is_one_minus_the_f1_score_of_scikit_learn()
     scores, y = masks()
     known = y != LEFT_OUT
     expected = sk.f1_score(y[known], scores.argmax(1)[known], average=None)[1:].mean()
-    assert Dice(smooth=1e-9)(1e4 * scores, y).item() == pytest.approx(1 - expected, abs=1e-6)
+    assert make_loss(dice, smooth=1e-9)(1e4 * scores, y).item() == pytest.approx(1 - expected, abs=1e-6)
 
 
 def test_focal_of_masks_is_that_of_their_pixels_that_are_not_left_out():
     scores, y = masks()
     known = y != LEFT_OUT
-    for loss in (Focal(), Focal(gamma=0.5), Focal(weights=WEIGHTS)):
+    for loss in (make_loss(focal), make_loss(focal, gamma=0.5), make_loss(focal, weights=WEIGHTS)):
         pixels = loss(scores.movedim(1, -1)[known], y[known])
         assert loss(scores, y).item() == pytest.approx(pixels.item(), rel=1e-12)
 
@@ -125,23 +127,25 @@ def test_gradients_are_slopes(loss):
 def test_losses_of_labels_are_torchs_and_their_formula():
     scores, y = numbers(binary=True)
     expected = np.mean([sk.log_loss(y[:, k], scores[:, k].sigmoid()) for k in range(K)])
-    assert BinaryCrossEntropy()(scores, y).item() == pytest.approx(expected, rel=1e-12)
+    assert make_loss(binary_cross_entropy)(scores, y).item() == pytest.approx(expected, rel=1e-12)
     p, weight = scores.sigmoid(), torch.tensor(WEIGHTS, dtype=torch.float64)
     terms = -weight * y * p.log() - (1 - y) * (1 - p).log()
-    assert BinaryCrossEntropy(weights=WEIGHTS)(scores, y).item() == pytest.approx(terms.mean().item(), rel=1e-12)
+    assert make_loss(binary_cross_entropy, weights=WEIGHTS)(scores, y).item() == pytest.approx(
+        terms.mean().item(), rel=1e-12
+    )
     missing = torch.where(y == 1, 1 - p, p)
-    focal = BinaryFocal(gamma=1.5, weights=WEIGHTS)(scores, y)
-    assert focal.item() == pytest.approx((missing**1.5 * terms).mean().item(), rel=1e-12)
-    assert BinaryFocal(gamma=0)(scores, y).item() == pytest.approx(expected, rel=1e-12)
+    found = make_loss(binary_focal, gamma=1.5, weights=WEIGHTS)(scores, y)
+    assert found.item() == pytest.approx((missing**1.5 * terms).mean().item(), rel=1e-12)
+    assert make_loss(binary_focal, gamma=0)(scores, y).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_losses_of_numbers_are_their_formulas():
     outputs, y = numbers()
     error = (outputs - y).abs().numpy()
-    assert SquaredError()(outputs, y).item() == pytest.approx(sk.mean_squared_error(y, outputs), rel=1e-12)
-    assert AbsoluteError()(outputs, y).item() == pytest.approx(sk.mean_absolute_error(y, outputs), rel=1e-12)
-    huber = np.where(error <= 0.7, error**2 / 2, 0.7 * (error - 0.35)).mean()
-    assert Huber(delta=0.7)(outputs, y).item() == pytest.approx(huber, rel=1e-12)
+    assert make_loss(mse)(outputs, y).item() == pytest.approx(sk.mean_squared_error(y, outputs), rel=1e-12)
+    assert make_loss(mae)(outputs, y).item() == pytest.approx(sk.mean_absolute_error(y, outputs), rel=1e-12)
+    expected = np.where(error <= 0.7, error**2 / 2, 0.7 * (error - 0.35)).mean()
+    assert make_loss(huber, delta=0.7)(outputs, y).item() == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.parametrize("name", LOSSES.entries)
@@ -154,9 +158,9 @@ def test_every_loss_is_read_from_its_text(name):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("mse(weights=(1.0,))", "mse: weights=.*this loss has no weights; leave them out"),
+        ("mse(weights=(1.0,))", "unknown argument 'weights'; mse takes no arguments"),
         ("huber(delta=0)", "huber: delta=0 must be a number above 0"),
-        ("binary_focal(weights='balanced')", "binary_focal: weights='balanced': give a number for each label"),
+        ("binary_focal(weights='balanced')", "binary_focal: weights='balanced' is unknown: give a number for"),
         ("dice(smooth=0)", "dice: smooth=0 must be a number above 0"),
         ("binary_focal(gamma=-1)", "binary_focal: gamma=-1 must be a number of 0 or more"),
     ],

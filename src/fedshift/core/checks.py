@@ -22,7 +22,7 @@ from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, join_states, pick
 from .declarations import Send
-from .loss import CrossEntropy, Loss
+from .loss import Loss, cross_entropy
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
@@ -330,7 +330,7 @@ def _list_mixed_samples(plan: Plan) -> Iterator[str]:
         yield f"the model writes into {name!r} during training, {why}"
     if isinstance(loss, Loss) and loss.comparing:
         yield f"{what}, but {loss} compares the samples of a batch, so that one has no gradient: choose another loss"
-    if isinstance(loss, CrossEntropy) and loss.weights is not None:
+    if isinstance(loss, Loss) and loss.function is cross_entropy and loss.weights is not None:
         why = "divides by the sum of a batch's weights, so that the weight of a single sample cancels"
         yield f"{what}, but {loss} {why}: use focal(gamma=0, weights={loss.weights!r})"
 

@@ -29,9 +29,11 @@ from ..nn.linear import use_torch_func
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State, clone
-from .declarations import Phase, Send
+from .declarations import Phase as Phase
+from .declarations import Send as Send
 from .means import weighted_mean
-from .network import Loss, Network, compute_features, forward
+from .network import Loss, compute_features, forward
+from .network import Network as Network
 from .states import LocalTrainingState, Seen, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
@@ -448,21 +450,15 @@ class Step(View):
         With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics, and no buffer is
         written. Raises :class:`UsageError` if a trained entry is missing.
         """
-        x, network, frozen = self.x if x is None else x, self._network, self._job.frozen
-        model = self._batch.complete(entries, self.bound)
-        network.set_mode(training=training, frozen=frozen)
-        try:
-            with dropout_key(self._batch.key):
-                return Pass(x, self.y, *compute_features(network, model, x, self._batch.layers), self.bound)
-        finally:
-            network.set_mode(training=True, frozen=frozen, first=False)
+        x = self.x if x is None else x
+        with dropout_key(self._batch.key):
+            return Pass(x, self.y, *self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
 
     def loss_at(self, entries: State) -> Tensor:
         """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
         batch = self._batch
-        model = batch.complete(entries, self.bound)
-        passed = compute_features(batch.network, model, batch.x, batch.layers)
-        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **model}), batch.y)
+        passed = batch.run(entries, batch.x, asker=self.bound)
+        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **entries}), batch.y)
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
@@ -493,18 +489,21 @@ class Batch:
     def passed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and features by rule, of the pass that computed the loss, which runs on demand."""
         with dropout_key(self.key):
-            return compute_features(self.network, self.complete(self.params), self.x, self.layers)
+            return self.run(self.params, self.x)
 
-    def complete(self, entries: State, bound: Declared | None = None) -> State:
-        """Return ``entries``, which are not copied, and copies of the model's others; ``bound``: the rule that asks."""
+    def run(
+        self, entries: State, x: Tensor, *, training: bool = True, asker: Declared | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return outputs, and features by rule, under ``entries``, completed by copies of the model's others."""
         if missing := self.network.params.keys() - entries.keys():
             raise UsageError(
-                f"{type(bound.rule).__name__ if bound else 'a rule'} runs a model without {min(missing)!r}, which is "
+                f"{type(asker.rule).__name__ if asker else 'a rule'} runs a model without {min(missing)!r}, which is "
                 "trained: give all trained entries: step.start | entries for the client's model when the round began "
                 "(a teacher), or step.params | entries for the model in training"
             )
-        rest = self.job.rest
-        return {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
+        rest, frozen = self.job.rest, self.job.frozen
+        model = {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
+        return compute_features(self.network, model, x, self.layers, training=training, frozen=frozen, first=False)
 
     def change_outputs(self, passed: tuple[Tensor, dict[str, Tensor]], state: State) -> Tensor:
         """Return the outputs of a pass after every rule's :meth:`Rule.outputs`; ``state``: all entries."""

@@ -9,8 +9,7 @@ from typing import Literal
 import torch
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Folded, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server
 from ..utils.errors import require
 from ..utils.state import State, pick
 

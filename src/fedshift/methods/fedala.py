@@ -13,10 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step, View
+from ..core.rule import Client, Declared, Network, Phase, Rule, Step, View
 from ..core.selection import parse_selection
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick

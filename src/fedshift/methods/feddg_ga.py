@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
-from ..utils.errors import UsageError
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..utils.errors import require
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
@@ -76,13 +74,9 @@ class GeneralizationGap(Rule):
 def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None) -> Method:
     """Adjust the weights of the clients of ``base`` by their generalization gaps.
 
-    Args:
-        step_size: Change of the weight with the largest gap, times the number of clients, in (0, 1].
-        rounds: Number of rounds over which the step decays to zero; None: constant.
-
+    ``step_size``: change of the weight with the largest gap, times the number of clients, in (0, 1]. ``rounds``: number
+    of rounds over which the step decays to zero; None: constant.
     """
-    if not 0 < step_size <= 1 or (rounds is not None and rounds < 1):
-        raise UsageError(
-            f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more"
-        )
-    return base.with_rule(GeneralizationGap(float(step_size), rounds))
+    allowed = 0 < step_size <= 1 and (rounds is None or rounds >= 1)
+    require(allowed, f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more")
+    return base.with_rule(GeneralizationGap(step_size, rounds))

@@ -14,8 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Server, Step
 from ..utils.errors import require
 from ..utils.state import State, pick
 
@@ -60,4 +59,4 @@ class GradientMemory(Rule):
 def feddyn(base: Method, *, alpha: float = 0.01) -> Method:
     """Regularize the loss of ``base`` dynamically with strength ``alpha``; needs clients that keep state."""
     require(alpha > 0, f"alpha={alpha:g}: it must be above 0, say 0.01")
-    return base.with_rule(GradientMemory(float(alpha)))
+    return base.with_rule(GradientMemory(alpha))

@@ -13,12 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server
-from ..utils.errors import UsageError
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..utils.errors import require
 from ..utils.state import State, pick
 
 ROUNDING = 64
@@ -95,12 +93,9 @@ def _count_changes(server: Server, name: str) -> tuple[Tensor, Tensor]:
 def fedheal(base: Method, *, threshold: float = 0.3, beta: float = 0.4) -> Method:
     """Exclude inconsistent changes from the mean of ``base``, and weigh clients by their distances.
 
-    Args:
-        threshold: Fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
-            1).
-        beta: Fraction of this round's distances in the step of the clients' weights, in [0, 1].
-
+    ``threshold``: fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
+    1). ``beta``: fraction of this round's distances in the step of the clients' weights, in [0, 1].
     """
-    if not 0 <= threshold < 1 or not 0 <= beta <= 1:
-        raise UsageError(f"threshold={threshold:g} and beta={beta:g}: give numbers in [0, 1) and in [0, 1]")
-    return base.with_rule(Consistency(float(threshold), float(beta)))
+    allowed = 0 <= threshold < 1 and 0 <= beta <= 1
+    require(allowed, f"threshold={threshold:g} and beta={beta:g}: give numbers in [0, 1) and in [0, 1]")
+    return base.with_rule(Consistency(threshold, beta))
