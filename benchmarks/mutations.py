@@ -53,7 +53,7 @@ CORE = (
     Fault("shares-of-participants-alone", "core/server_round.py", "receive",
           "sizes.total", "sum(sizes.effective[name] for name, _ in updates)",
           "tests/methods/test_scaffold.py"),
-    Fault("a-claim-decides-alone", "core/shares.py", "bound_shares", "min(each, level)", "each",
+    Fault("a-claim-decides-alone", "core/means.py", "bound_shares", "min(each, level)", "each",
           "tests/core/test_shares.py"),
     Fault("summed-in-order-of-arrival", "core/server_round.py", "StreamingAggregator.__init__",
           "sorted(names, reverse=True)", "list(names)[::-1]", "tests/laws/test_methods.py"),
