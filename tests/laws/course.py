@@ -10,6 +10,7 @@ from torch import nn
 
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
+from fedshift.core.plan import Plan
 from fedshift.core.states import ServerState, Update
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
@@ -81,6 +82,17 @@ def make_trial(method: Method, engine: str = "sequential", **changes: Any) -> Tr
         **changes,
     }
     return Trial(method, model, data, Settings(**settings), seed)
+
+
+PLANS: dict[tuple[str, Any], Plan] = {}
+
+
+def make_plan(method: Method, model: Any = network) -> Plan:
+    """The plan of a trial of the laws, which is made once."""
+    key = method.text, model
+    if key not in PLANS:
+        PLANS[key] = make_trial(method, model=model).plan
+    return PLANS[key]
 
 
 def client_tensors(trial: Trial, name: str) -> State:

@@ -35,7 +35,7 @@ def through_disk(trial, fresh, folder):
     return fresh
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("engine", ["sequential", "pool", "ray"])
 def test_resumed_equals_uninterrupted(trial, course, method, engine):
     """Through a file, after the round before the last; stacked clients, and other rounds: tests.laws.test_pairs."""

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,10 +11,6 @@ from fedshift.core.optimizer import AdamW
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
 from fedshift.methods.centralized import centralized
 from fedshift.methods.dp_sgd import dp_sgd
@@ -31,9 +26,10 @@ from fedshift.methods.krum import krum
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.utils.errors import UsageError
+from tests.methods import plain
 from tests.methods.received import fold
 
-KEY = torch.tensor(0)
+KEY, DATA = torch.tensor(0), plain.data(dict.fromkeys("abc", 8))
 
 
 def mlp():
@@ -47,11 +43,7 @@ def batch():
 
 
 def trial(method, *layers):
-    rng = np.random.default_rng(0)
-    arrays = {name: (rng.normal(size=(8, 1, 4, 4)), np.arange(8) % 3) for name in "abc"}
-    data = federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
-    settings = Settings(rounds=1, work=Work(batch_size=4, epochs=1))
-    return Trial(method, lambda shape, classes: nn.Sequential(*layers), data, settings, seed=0)
+    return plain.trial(method, lambda *_: nn.Sequential(*layers), DATA)
 
 
 class Scaled(nn.Linear):

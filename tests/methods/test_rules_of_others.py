@@ -66,7 +66,7 @@ def test_what_cannot_go_together_is_refused_for_its_reason(pair):
         plain.trial(made(pair))
 
 
-@pytest.mark.sampled(6)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("engine", ["stacked", "pool", pytest.param("ray", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("pair", RUNNING, ids="+".join)
 def test_every_engine_equals_the_loop(pair, engine):
@@ -98,7 +98,7 @@ def test_the_identity_engine_refuses_them_in_words(name):
         make_trial(made((name, "fedavg")), "identity", work=Work(batch_size=8, batches=1)).advance()
 
 
-@pytest.mark.sampled(2)
+@pytest.mark.sampled(1)
 @pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize(
     "pair",

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
-from typing_extensions import override
-
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.optimizer import SGD
@@ -31,7 +29,6 @@ class NormalizedAveraging(Rule):
     aggregates = True
     passes_on = False
 
-    @override
     def fold(self, server: Server) -> Folded:
         received, sgd = server.received, cast("SGD", server.network.optimizer)
         entries, states = server.entries, [each.entries for each in received]
