@@ -117,7 +117,7 @@ BUFFERS = (
           "tests/core/test_buffers.py"),
     Fault("vectors-of-another-weight", "core/buffers.py", "fit_spectral_norms",
           "isinstance(step, _SpectralNorm) and own", "False", "tests/core/test_buffers.py"),
-    Fault("batch-norm-by-class-alone", "core/buffers.py", "_apply_kinds", "counts or entry.name in kinds", "False",
+    Fault("batch-norm-by-class-alone", "core/buffers.py", "_observe", "counts or entry.name in kinds", "False",
           "tests/core/test_buffers.py"),
     Fault("running-sums-averaged", "core/buffers.py", "_find_averages", "< 1 - CLOSE / 10", "< 2",
           "tests/core/test_buffers.py"),
