@@ -235,7 +235,7 @@ def _check_scope(method: Method, loaded: frozenset[str], sent: frozenset[str], e
         raise UsageError(f"method {method.label!r} loads {min(loaded - sent)!r}, {why}")
     if method.pooled and loaded != every:
         keeping = method.name_sources(lambda method: method.scope, "a personal method")
-        why = f"pools all data but keeps entries on clients, and pooling leaves none: use it without {keeping}"
+        why = f"pools all data but keeps entries on clients, and pooling leaves none: use centralized without {keeping}"
         raise UsageError(f"method {method.label!r} {why}")
 
 
