@@ -34,7 +34,7 @@ class NormalizedAveraging(Rule):
         entries, states = server.entries, [each.entries for each in received]
         total = sum(each.size for each in received)
         shares = [each.size / total for each in received]
-        pull = sgd.lr_in_round(server.before.round) * _find_strength(server)
+        pull = server.network.find_lr(server.before.round) * _find_strength(server)
         lengths = [path_length(each.update.steps, sgd.momentum, sgd.nesterov, pull) for each in received]
         effective = sum(share * length for share, length in zip(shares, lengths, strict=True))
         for name in sorted(server.network.trained & server.network.loaded):
