@@ -9,7 +9,6 @@ from sklearn import metrics as sk
 from torch import nn
 
 from fedshift.core.loss import (
-    LOSSES,
     binary_cross_entropy,
     binary_focal,
     cross_entropy,
@@ -22,7 +21,7 @@ from fedshift.core.loss import (
     mse,
 )
 from fedshift.tasks.segmentation import LEFT_OUT
-from fedshift.utils.errors import UsageError
+from tests.core.test_loss import EVERY, batch
 
 K, WEIGHTS = 3, (0.5, 2.0, 1.0)
 WEIGHTED = [{}, {"weights": WEIGHTS}]
@@ -47,8 +46,14 @@ def numbers(seed=0, binary=False):
     return torch.randn(6, K, generator=random, dtype=torch.float64), (y > 0).double() if binary else y
 
 
-def arguments(loss, seed=0):
-    return masks(seed) if "segmentation" in loss.tasks else numbers(seed, binary="multilabel" in loss.tasks)
+def labels(seed=0):
+    return numbers(seed, binary=True)
+
+
+CASES = [
+    *((loss, batch) for loss in EVERY), *((loss, masks) for loss in OF_MASKS),
+    *((loss, labels) for loss in OF_LABELS), *((loss, numbers) for loss in OF_NUMBERS),
+]  # fmt: skip
 
 
 def soft_dice(scores, y, smooth=1.0, weights=None):
@@ -107,9 +112,9 @@ def test_pixels_that_are_left_out_do_not_matter(loss):
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("loss", [*OF_MASKS, *OF_LABELS, *OF_NUMBERS], ids=str)
-def test_losses_and_gradients_of_many_at_once_are_those_of_each(loss):
-    pairs = [arguments(loss, seed) for seed in range(3)]
+@pytest.mark.parametrize(("loss", "draw"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_losses_and_gradients_of_many_at_once_are_those_of_each(loss, draw):
+    pairs = [draw(seed=seed) for seed in range(3)]
     outputs, targets = (torch.stack(each) for each in zip(*pairs, strict=True))
     gradients, values = torch.func.vmap(torch.func.grad_and_value(loss))(outputs, targets)
     for place, pair in enumerate(pairs):
@@ -118,9 +123,9 @@ def test_losses_and_gradients_of_many_at_once_are_those_of_each(loss):
         torch.testing.assert_close(gradients[place], gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*OF_MASKS, *OF_LABELS, *OF_NUMBERS], ids=str)
-def test_gradients_are_slopes(loss):
-    outputs, y = arguments(loss)
+@pytest.mark.parametrize(("loss", "draw"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_gradients_are_slopes(loss, draw):
+    outputs, y = draw()
     assert torch.autograd.gradcheck(lambda outputs: loss(outputs, y), outputs.clone().requires_grad_())
 
 
@@ -146,25 +151,3 @@ def test_losses_of_numbers_are_their_formulas():
     assert make_loss(mae)(outputs, y).item() == pytest.approx(sk.mean_absolute_error(y, outputs), rel=1e-12)
     expected = np.where(error <= 0.7, error**2 / 2, 0.7 * (error - 0.35)).mean()
     assert make_loss(huber, delta=0.7)(outputs, y).item() == pytest.approx(expected, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", LOSSES.entries)
-def test_every_loss_is_read_from_its_text(name):
-    loss = LOSSES.parse(name)
-    assert (str(loss), LOSSES.parse(str(loss))) == (name, loss)
-    assert loss.tasks
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mse(weights=(1.0,))", "unknown argument 'weights'; mse takes no arguments"),
-        ("huber(delta=0)", "huber: delta=0 must be a number above 0"),
-        ("binary_focal(weights='balanced')", "binary_focal: weights='balanced' is unknown: give a number for"),
-        ("dice(smooth=0)", "dice: smooth=0 must be a number above 0"),
-        ("binary_focal(gamma=-1)", "binary_focal: gamma=-1 must be a number of 0 or more"),
-    ],
-)
-def test_wrong_arguments_are_refused(text, message):
-    with pytest.raises(UsageError, match=message):
-        LOSSES.parse(text)
