@@ -40,7 +40,7 @@ from .stacked import Stacked
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
 LARGE = 1e10
-"""Operations of a step from which stacking gains nothing on a CPU."""
+"""Operations of a step from which stacking does not pay on a CPU."""
 FAST = 1e13
 """Operations per second of a GPU, roughly."""
 TIMED = 0.1

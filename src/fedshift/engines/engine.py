@@ -165,7 +165,7 @@ class Engine(ABC):
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
     def draw_batches(self, name: str, client: ClientState, phase: Phase | None = None) -> Batches:
-        """Return the client's batches in this round, or in a separate ``phase``, whose steps are numbered apart."""
+        """Return the client's batches in this round, or in a separate ``phase``, which counts its steps separately."""
         bounds, steps = self.steps_of_round(name, client)
         if phase:
             count = phase.epochs * len(bounds)

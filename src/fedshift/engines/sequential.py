@@ -52,7 +52,7 @@ class Sequential(Engine):
     def _take_separate(
         self, name: str, client: ClientState, job: LocalTrainingState, phases: Sequence[RulePhase]
     ) -> LocalTrainingState:
-        """Return the job after the separate ``phases``, each of which trains only one rule's own parameters."""
+        """Return the job after the separate ``phases``, each of which trains only one rule's parameters."""
         for index, phase in phases:
             job = replace(job, separate_phase=(index, phase))
             for batch in self.iterate(name, self.draw_batches(name, client, phase)):
