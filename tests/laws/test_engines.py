@@ -36,7 +36,7 @@ def test_other_processes_repeat_the_loop_bit_for_bit(course, method, engine):
     assert [row["moment"] for row in found.rows if row["split"] == "test"].count("trained") == 3
 
 
-@pytest.mark.sampled(5)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("weighting", ["samples", "used", "uniform"])
 @pytest.mark.parametrize("steps", [1, 2])
 def test_every_engine_weighs_as_the_loop_where_it_sums_uploads(steps, weighting, other_engine):
@@ -88,7 +88,7 @@ def test_every_engine_repeats_pooled_training_bit_for_bit(trial, course, method,
     assert is_equal(again.to_tensors()[0], course(method, engine)[2].tensors)
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 def test_training_moves_the_model(course, method):
     running = course(method)
     initial, moved = running.plan.initial, running[1].states["a"]

@@ -105,7 +105,7 @@ def test_statistics_and_counters_are_the_mean_in_their_own_dtype():
     for state, count in zip(states, (9, 4), strict=True):
         state["1.num_batches_tracked"] = torch.tensor(count)
     updates = {
-        name: Update(shared=state, weight=weight, steps=steps)
+        name: Update(shared=state, memory=({},), weight=weight, steps=steps)
         for name, state, weight, steps in zip("ab", states, (1.0, 3.0), (9, 4), strict=True)
     }
     after = server_round(plan, server, updates, {"a": 1, "b": 3}).shared
@@ -249,8 +249,8 @@ def test_the_proximal_term_follows_the_learning_rate_of_the_round():
             AdamW(lr=0.1),
             "FedNova's normalization by the number of steps holds for SGD whose momentum is reset",
         ),
-        (fednova(), SGD(lr=0.1, momentum=0.9, keep=True), "use sgd, with keep=False"),
-        (fednova(fixbn(keep_momentum=True)), SGD(lr=0.1, momentum=0.9), "use sgd, with keep=False"),
+        (fednova(), SGD(lr=0.1, momentum=0.9, keep=True), "use sgd with keep=False"),
+        (fednova(fixbn(keep_momentum=True)), SGD(lr=0.1, momentum=0.9), "use sgd with keep=False"),
         (fednova(fedprox(mu=10.0)), SGD(lr=0.1), r"lr \* mu < 1, so that .* lr=0.1 and mu=10: lower one of the two"),
     ],
     ids=["adamw", "kept momentum", "momentum that a method keeps", "overshooting"],

@@ -23,6 +23,7 @@ from fedshift.models.digits import small_cnn
 from fedshift.nn.hybrid_batch_norm import HybridBatchNorm
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
+from tests.methods import plain
 from tests.methods.plain import BATCH, LR, SEED, SHARES, SIZES, batches, data, largest_difference
 
 MOMENTUM, SAMPLES, LAYERS = 0.3, 10, ("1", "5")
@@ -36,9 +37,8 @@ def network(shape=(1, 4, 4), classes=3):
     ).double()  # fmt: skip
 
 
-def trial(method, **changes):
-    given = {"work": Work(batch_size=BATCH, epochs=1), "optimizer": SGD(lr=LR), "evaluate_every": 99, **changes}
-    return Trial(method, network, data(), Settings(rounds=9, **given), SEED)
+def trial(method, model=network, clients=None, **changes):
+    return plain.trial(method, model, clients, **changes)
 
 
 def normalize(state, layer, x, mixed):
@@ -135,9 +135,8 @@ def test_what_is_measured_is_augmented_and_drops_alike_where_clients_are_stacked
     arrays = {client.name: (client.train.x.tanh(), client.train.y) for client in data().clients}
     pixels, made = federation({name: (x, y, x, y) for name, (x, y) in arrays.items()}), []
     for engine, augment in product(("sequential", "stacked"), (None, AUGMENTATIONS.parse("crop(padding=1)"))):
-        settings = Settings(rounds=9, work=Work(batch_size=BATCH, epochs=1), optimizer=SGD(lr=LR, momentum=0.9),
-                            evaluate_every=99, engine=engine, augment=augment)  # fmt: skip
-        running = Trial(hbn(samples=SAMPLES), dropping, pixels, settings, SEED)
+        optimizer = SGD(lr=LR, momentum=0.9)
+        running = trial(hbn(samples=SAMPLES), dropping, pixels, engine=engine, augment=augment, optimizer=optimizer)
         for _ in range(2):
             running.advance()
         made.append(running.server.shared)

@@ -21,12 +21,11 @@ from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
 
 def init_server(plan: Plan) -> ServerState:
     """Return the server's state before the first round."""
-    common = pick(plan.initial, plan.trained & plan.loaded)
     return ServerState(
         round=0,
         shared=pick(plan.initial, plan.sent),
         memory=tuple(dict(bound.server) for bound in plan.rules),
-        optimizer=plan.method.server.init(common) if plan.method.server else {},
+        kept=tuple(dict(bound.kept) for bound in plan.rules),
     )
 
 
@@ -116,7 +115,7 @@ def _assemble(plan: Plan, client: ClientState, server: ServerState) -> LocalTrai
         ),
         server_memory=server.memory,
         round=server.round,
-        lr=plan.optimizer.lr_in_round(server.round),
+        lr=plan.find_lr(server.round),
         start=client.steps,
         done=client.steps,
         planned_steps=0,

@@ -166,10 +166,9 @@ class _Probe:
     def _differentiate(self, state: State, x: Tensor, *, first: bool = True) -> State:
         """Return gradients as in plain PyTorch; ``state`` takes what the network writes into its entries."""
         network = self.network
-        network.set_mode(training=True, first=first)
         with network.resident(pick(state, network.trained), network.trained) as leaves, torch.enable_grad():
             entries = {**state, **leaves}
-            self._compute_loss(entries, x, in_place=True).backward()  # type: ignore[no-untyped-call]
+            self._compute_loss(entries, x, in_place=True, first=first).backward()  # type: ignore[no-untyped-call]
             grads = {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
         state |= {name: entries[name].detach() for name in state.keys() - network.trained}
         return grads
@@ -184,10 +183,11 @@ class _Probe:
             grads = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
         return {name: grad.to_dense() for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
-    def _compute_loss(self, state: State, x: Tensor, *, in_place: bool) -> Tensor:
+    def _compute_loss(self, state: State, x: Tensor, *, in_place: bool, first: bool = True) -> Tensor:
+        network, x = self.network, to_memory_format(x, self.network.image_format)
         with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-            x = to_memory_format(x, self.network.image_format)
-            return weigh_outputs(compute_features(self.network, state, x, {}, in_place=in_place)[0], x)
+            outputs, _ = compute_features(network, state, x, {}, training=True, first=first, in_place=in_place)
+        return weigh_outputs(outputs, x)
 
 
 def _needs_torch_format(network: Network, x: Tensor) -> bool:

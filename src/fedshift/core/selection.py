@@ -6,7 +6,7 @@ BatchNorm, and "subnet" contains "bn". Name patterns are for exceptions; a selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -120,6 +120,12 @@ def find_classifier(entries: Iterable[Entry], source_method: str) -> nn.Linear:
             "a model that ends in a linear layer"
         )
     return last.owner
+
+
+def name_classifier(entries: Collection[Entry], source_method: str) -> frozenset[str]:
+    """Return the names of the entries of :func:`find_classifier`."""
+    classifier = find_classifier(entries, source_method)
+    return frozenset(entry.name for entry in entries if entry.owner is classifier)
 
 
 @dataclass(frozen=True, eq=False)
