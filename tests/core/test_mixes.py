@@ -100,6 +100,6 @@ class Undeclared(Wrong):
 @pytest.mark.parametrize(("field", "flag"), [("kept", "keeps"), ("mixes", "mixes")])
 def test_what_is_kept_or_mixed_without_a_declaration_is_refused(field, flag):
     value = torch.ones(2) / 2 if field == "kept" else {"": torch.ones(2) / 2}
-    why = rf"Undeclared returns Folded\({field}=...\) .* without informing sites: declare {flag} = True in Undeclared"
+    why = rf"Undeclared {flag} 'a' without informing sites: declare {flag} = True in Undeclared"
     with pytest.raises(UsageError, match=why):
         plain.trial(Method().with_rule(Undeclared(**{field: {"a": value}}))).advance()

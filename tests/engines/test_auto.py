@@ -7,8 +7,8 @@ from torch import nn
 from fedshift.core.optimizer import SGD, as_optimizer
 from fedshift.core.work import Work
 from fedshift.data.digits import digits
-from fedshift.engines import auto, cost_model
-from fedshift.engines.cost_model import count_operations, measure_peak
+from fedshift.engines import auto
+from fedshift.engines.auto import count_operations, measure_peak
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
@@ -165,10 +165,12 @@ def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, mo
     monkeypatch.setattr(
         "fedshift.engines.sequential.client_step_", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0
     )
+    running = trial(data)
+    assert running.engine_choice.threads == 1
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            trial(data).advance()
+            running.advance()
         assert torch.get_num_threads() == 2
         assert seen == [1]
     finally:
@@ -199,7 +201,7 @@ def test_the_peak_is_measured_and_leaves_the_threads_alone():
 
 def test_works_take_turns_of_one_length_whatever_slows_them(monkeypatch):
     now, ran = [0.0], []
-    monkeypatch.setattr(cost_model.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(auto.time, "perf_counter", lambda: now[0])
 
     def work(name, seconds):
         def run():
@@ -208,7 +210,7 @@ def test_works_take_turns_of_one_length_whatever_slows_them(monkeypatch):
 
         return run
 
-    found = cost_model.time_in_turns({"short": work("short", 0.001), "long": work("long", 0.03)}, 5, 0.05)
+    found = auto.time_in_turns({"short": work("short", 0.001), "long": work("long", 0.03)}, 5, 0.05)
     assert found == {"short": pytest.approx(0.001), "long": pytest.approx(0.03)}
     turns = ran[4:]  # two runs of each to see how long one takes
     assert turns == (["short"] * 50 + ["long"] * 2) * 5

@@ -120,7 +120,7 @@ def test_a_server_optimizer_and_robust_aggregation_are_the_kernels(local_grid):
     _, result = started(grid, fs.median(fs.fedbn()), min_train_nodes=3)
     assert torch.equal(from_record(result.arrays)["3.bias"], WHOLE["3.bias"] + 2)
     strategy, result = started(local_grid({7: adding(1, 3)}), fs.fedadam(fs.fedbn(), lr=0.1))
-    adam = strategy.plan.method.server
+    adam = strategy.plan.method.stepper
     moved = (1 - adam.beta1) / (math.sqrt(adam.beta2 * adam.tau**2 + 1 - adam.beta2) + adam.tau)
     assert torch.allclose(from_record(result.arrays)["3.bias"], WHOLE["3.bias"] + 0.1 * moved)
 

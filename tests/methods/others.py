@@ -84,8 +84,8 @@ class Clusters(Rule):
     def fold(self, server):
         models = [{name: both[k] for name, both in server.memory.items()} for k in range(2)]
         for k, before in enumerate(models):
-            chosen = zip(server.received, server.uploads, strict=True)
-            those = [each for each, sent in chosen if sent["chosen"] == k]
+            pairs = zip(server.received, server.uploads, strict=True)
+            those = [each for each, upload in pairs if upload["chosen"] == k]
             entries = [{name: each.entries[name] for name in before} for each in those]
             models[k] = weighted_mean(entries, [each.weight for each in those]) if those else before
         return Folded({name: torch.stack([model[name] for model in models]) for name in server.memory})

@@ -167,7 +167,7 @@ def test_names_of_longer_compositions_compose_them():
         method = compose(*names)
         assert CATALOG.parse(method.name).text == method.text
     assert compose("gn", "fedavg").name == compose("fedavg", "gn").name == "fedavg(weighting='uniform')+gn"
-    assert CATALOG.parse("dp(clipping_norm=inf, noise_multiplier=0)").rules[0].clipping_norm == float("inf")
+    assert CATALOG.parse("dp(clipping_norm=inf, noise_multiplier=0)").aggregator.clipping_norm == float("inf")
 
 
 @pytest.mark.parametrize("partner", ["fedbn", "fedadam", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES)])

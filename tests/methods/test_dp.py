@@ -11,7 +11,7 @@ from scipy.stats import kstest
 from torch import nn
 
 from fedshift.core.declarations import Send
-from fedshift.core.loss import CrossEntropy
+from fedshift.core.loss import cross_entropy, make_loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.rule import Declared, Rule
 from fedshift.core.work import Work
@@ -216,7 +216,7 @@ def test_a_rule_of_others_that_sends_is_refused():
 
 def test_weights_of_classes_that_come_from_all_clients_are_refused():
     def experiment(weights):
-        settings = Settings(loss=CrossEntropy(weights=weights))
+        settings = Settings(loss=make_loss(cross_entropy, weights=weights))
         return Experiment(methods=(fedavg(), fedbn(dp())), data=data(), model=network, settings=settings, seeds=(0,))
 
     for name in ("balanced", "inverse_frequency"):

@@ -15,7 +15,7 @@ from torch import nn
 from fedshift.config.expressions import list_catalog
 from fedshift.core import kernel, step
 from fedshift.core.kernel import init_client, init_server
-from fedshift.core.loss import CrossEntropy, Focal
+from fedshift.core.loss import cross_entropy, focal, make_loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
@@ -234,7 +234,7 @@ class Choosy(nn.Linear):
         return super().forward(x if x.sum() > 0 else -x)
 
 
-WEIGHTED = CrossEntropy(weights=(1.0, 2.0, 3.0))
+WEIGHTED = make_loss(cross_entropy, weights=(1.0, 2.0, 3.0))
 
 
 @pytest.mark.parametrize(
@@ -277,13 +277,14 @@ def test_weights_that_a_plain_mean_has_are_those_of_samples():
     x, y = batch()
     quiet = dp_sgd(gn(), clipping_norm=1e9, noise_multiplier=0.0)
     weighted, unweighted = (
-        gradients_of(method, x, y, loss=Focal(gamma=0.0, weights=(1.0, 2.0, 3.0)))[0] for method in (quiet, gn())
+        gradients_of(method, x, y, loss=make_loss(focal, gamma=0.0, weights=(1.0, 2.0, 3.0)))[0]
+        for method in (quiet, gn())
     )
     assert plain.largest_difference(weighted, unweighted) <= 1e-12
 
 
 def test_weights_of_classes_that_come_from_label_counts_are_refused():
-    settings = Settings(loss=Focal(weights="balanced"))
+    settings = Settings(loss=make_loss(focal, weights="balanced"))
     with pytest.raises(UsageError, match=r"'dp_sgd\+gn': balanced weights come from all clients' label counts"):
         Experiment(
             methods=(fedavg(), dp_sgd(gn())), data=DATA, model=lambda *_: network(), settings=settings, seeds=(0,)

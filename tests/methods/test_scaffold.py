@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from fedshift.core.kernel import client_final, client_init, init_client, init_server
-from fedshift.core.loss import Loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
@@ -99,15 +98,6 @@ def squares(scores, labels):
     return (scores - nn.functional.one_hot(labels, 2).to(scores.dtype)).square().sum(1).mean()
 
 
-class Squares(Loss):
-    """Mean squared distance to one-hot labels, as an experiment's loss."""
-
-    name = "squares"
-
-    def __call__(self, logits, y):
-        return squares(logits, y)
-
-
 def linear(shape, classes):
     return nn.Linear(2, classes, bias=False).double()
 
@@ -124,9 +114,7 @@ def optimum(shares):
 
 def trial(method, engine="sequential", **settings):
     settings = {"work": Work(batch_size=None, epochs=10), "optimizer": SGD(lr=0.15), "rounds": 200} | settings
-    return Trial(
-        method, linear, regression(), Settings(loss=Squares(), engine=engine, evaluate_every=200, **settings), 0
-    )
+    return Trial(method, linear, regression(), Settings(loss=squares, engine=engine, evaluate_every=200, **settings), 0)
 
 
 SHARES = {"samples": {"large": 40 / 45, "small": 5 / 45}, "uniform": {"large": 0.5, "small": 0.5}}

@@ -22,7 +22,7 @@ from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, join_states, pick
 from .declarations import Send
-from .loss import CrossEntropy, Loss
+from .loss import Loss, cross_entropy
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
@@ -145,7 +145,7 @@ def check_batch_size(plan: Plan) -> None:
 
 def check_composition(plan: Plan) -> None:
     """Raise :class:`UsageError` if components of the method conflict; called before rules are bound."""
-    _refuse(plan, _list_repeated(plan), _list_second_models(plan), _list_unshared(plan))
+    _refuse(plan, _list_repeated(plan), _list_second_models(plan), _list_unshared(plan), _list_conflicting_folds(plan))
 
 
 def check_plan(plan: Plan) -> None:
@@ -197,16 +197,21 @@ def _list_unshared(plan: Plan) -> Iterator[str]:
         other = method.name_sources(lambda method: (method.scope, method.trains), "")
     for use, source in uses if method.pooled or not plan.trained & plan.loaded else ():
         yield f"{use}, but {why}: remove {' or '.join(dict.fromkeys(filter(None, (source, other))))}"
-    folding = [method.name_source(rule) for rule in (method.aggregator, method.stepper) if rule]
-    if folding and (method.pooled or not plan.sent & plan.trained):
-        why = f"replaces the aggregation, but there is nothing to aggregate: {why}"
-        yield f"{folding[0]} {why}: remove {' or '.join(filter(None, (folding[0], other)))}"
-    if plan.mixes and method.stepper:
-        why = f"sends each client its own mix of uploads, but {folding[1]} updates one global model"
-        yield f"{folding[0]} {why}{REMOVE}"
-    for rule in method.rules if method.aggregator else ():
-        if rule.needs_mean:
-            yield f"{rule.needs_mean}, but {folding[0]} does not average{REMOVE}"
+    for rule in filter(None, (method.aggregator, method.stepper)):
+        if method.pooled or not plan.sent & plan.trained:
+            parts = " or ".join(filter(None, (source := method.name_source(rule), other)))
+            yield f"{source} replaces the aggregation, but there is nothing to aggregate: {why}: remove {parts}"
+
+
+def _list_conflicting_folds(plan: Plan) -> Iterator[str]:
+    method = plan.method
+    for rule in method.rules:
+        source = method.name_source(rule)
+        if rule.mixes and method.stepper:
+            why = f"but {method.name_source(method.stepper)} updates one global model"
+            yield f"{source} sends each client its own mix of uploads, {why}{REMOVE}"
+        if rule.needs_mean and method.aggregator:
+            yield f"{rule.needs_mean}, but {method.name_source(method.aggregator)} does not average{REMOVE}"
 
 
 def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
@@ -330,7 +335,7 @@ def _list_mixed_samples(plan: Plan) -> Iterator[str]:
         yield f"the model writes into {name!r} during training, {why}"
     if isinstance(loss, Loss) and loss.comparing:
         yield f"{what}, but {loss} compares the samples of a batch, so that one has no gradient: choose another loss"
-    if isinstance(loss, CrossEntropy) and loss.weights is not None:
+    if isinstance(loss, Loss) and loss.function is cross_entropy and loss.weights is not None:
         why = "divides by the sum of a batch's weights, so that the weight of a single sample cancels"
         yield f"{what}, but {loss} {why}: use focal(gamma=0, weights={loss.weights!r})"
 

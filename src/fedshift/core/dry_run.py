@@ -331,11 +331,13 @@ def _list_compared(
         case "end":
             return [(bound.memory, returned[0], "keep", "Declared.memory")]
         case "fold":
-            made = bound.sets
-            if bound.rule.aggregates or bound.rule.moves:
-                made |= plan.sent - plan.whole if bound.rule.aggregates else plan.trained & plan.loaded
+            made, where = bound.sets, "Declared.sets"
+            if bound.rule.aggregates:
+                made, where = made | (plan.sent - plan.whole), "what clients send"
+            elif bound.rule.moves:
+                made, where = made | (plan.trained & plan.loaded), "what clients load and train"
             memory = bound.server, returned[0].memory, "keep", "Declared.server"
-            return [memory, (pick(plan.initial, made), returned[0].entries, "compute", "Declared.sets")]
+            return [memory, (pick(plan.initial, made), returned[0].entries, "compute", where)]
         case "batch" | "outputs":
             name = "x" if hook == "batch" else hook
             return [({name: argument}, {name: returned[0]}, "return", "")]

@@ -115,7 +115,7 @@ def _assemble(plan: Plan, client: ClientState, server: ServerState) -> LocalTrai
         ),
         server_memory=server.memory,
         round=server.round,
-        lr=plan.optimizer.lr_in_round(server.round),
+        lr=plan.find_lr(server.round),
         start=client.steps,
         done=client.steps,
         planned_steps=0,

@@ -136,6 +136,10 @@ class Network:
         why = f"but {self.keepers.get(kept, 'another part')} keeps {kept!r} on clients"
         return UsageError(f"{use}, {why}: use one of the two, or choose other layers")
 
+    def find_lr(self, round: int) -> float:
+        """Return the learning rate of local work in ``round`` (from 0)."""
+        return self.optimizer.lr_in_round(round)
+
     @cached_property
     def params(self) -> State:
         """Initial values of the model's trained entries."""

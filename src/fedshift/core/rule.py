@@ -29,9 +29,11 @@ from ..nn.linear import use_torch_func
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State, clone
-from .declarations import Phase, Send
+from .declarations import Phase as Phase
+from .declarations import Send as Send
 from .means import weighted_mean
-from .network import Loss, Network, compute_features, forward
+from .network import Loss, compute_features, forward
+from .network import Network as Network
 from .states import LocalTrainingState, Seen, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")

@@ -12,11 +12,10 @@ from dataclasses import replace
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .buffers import fit_spectral_norms
-from .means import StreamingMean, SummedUploads
+from .means import StreamingMean, SummedUploads, bound_shares
 from .mixes import Mixes
 from .plan import Plan
 from .rule import Declared, Folded, Received, Server, average
-from .shares import bound_shares
 from .states import ServerState, Update
 
 
@@ -59,15 +58,14 @@ class StreamingAggregator:
 
     ``names``: the participants. Uploads are aggregated in the order of the clients' names, so that the result does not
     depend on the order of arrival. If no rule reads single uploads, one is discarded once it and its predecessors are
-    added, and sums of uploads may be added instead. If ``sizes.max_share`` is below 1, uploads are stored until all
-    weights are known.
+    added, and sums of uploads may be added instead, unless ``sizes.max_share`` is below 1, and weights depend on all.
     """
 
     def __init__(self, plan: Plan, server: ServerState, names: Iterable[str], sizes: ClientSizes) -> None:
         self._plan, self._server, self._pending, self._sizes = plan, server, sorted(names, reverse=True), sizes
         self._arrived: dict[str, Update] = {}
         self._aggregated: list[tuple[str, Update]] = []
-        self._mean = StreamingMean() if sums_suffice(plan) else None
+        self._mean = StreamingMean() if sums_suffice(plan) and sizes.max_share >= 1 else None
         self._summed: SummedUploads | None = None
         self._whole = plan.whole & plan.sent
         self._taken, self._largest = pick(server.shared, self._whole), 0.0
@@ -86,7 +84,7 @@ class StreamingAggregator:
         update = self._arrived.pop(name)
         if self._whole:
             update = self._take_whole(name, update)
-        if self._mean and update.shared and self._sizes.max_share >= 1:
+        if self._mean and update.shared:
             self._mean.add(update.shared, self._sizes.weigh_alone(name, update))
             update = replace(update, shared={})
         self._aggregated.append((name, update))
@@ -106,7 +104,7 @@ class StreamingAggregator:
         for name in sorted(self._arrived):  # uploads sorted after a missing one
             self._aggregate(name)
         method, received = self._plan.method, receive(self._aggregated, self._sizes)
-        after = fold(self._plan, self._server, received, self._average(received))
+        after = fold(self._plan, self._server, received, self._mean.result() if self._mean else None)
         if self._whole:
             complete = self._taken | after.shared
             shared = {name: complete[name] for name in self._server.shared if name in complete}
@@ -114,16 +112,6 @@ class StreamingAggregator:
                 shared = fit_spectral_norms(self._plan, shared)
             after = replace(after, shared=shared)
         return after
-
-    def _average(self, received: Sequence[Received]) -> State | None:
-        """Return the mean of the uploads; None: a rule aggregates them."""
-        if self._mean is None:
-            return None if self._plan.method.aggregator else average(received)
-        if self._sizes.max_share < 1:
-            weights = self._sizes.weigh(self._aggregated)
-            for (_, update), weight in zip(self._aggregated, weights, strict=True):
-                self._mean.add(update.shared, weight)
-        return self._mean.result()
 
 
 def receive(updates: Sequence[tuple[str, Update]], sizes: ClientSizes) -> list[Received]:
@@ -140,11 +128,12 @@ def receive(updates: Sequence[tuple[str, Update]], sizes: ClientSizes) -> list[R
 
 
 def fold(plan: Plan, server: ServerState, received: Sequence[Received], mean: State | None) -> ServerState:
-    """Return the server's state after each rule's :meth:`Rule.fold`; ``mean``: of the uploads; None: a rule aggregates.
+    """Return the server's state after each rule's :meth:`Rule.fold`; ``mean``: of the uploads, if it is known.
 
     Raises :class:`UsageError` if a rule keeps state or mixes uploads without declaring it.
     """
-    memory, kept, entries, mixes = [*server.memory], [*server.kept], mean, None
+    memory, kept, mixes = [*server.memory], [*server.kept], None
+    entries = average(received) if mean is None and not plan.method.aggregator else mean
     withheld = [replace(each, withheld=True) for each in received]
     for index in plan.folds:
         bound = plan.rules[index]
@@ -163,14 +152,11 @@ def fold(plan: Plan, server: ServerState, received: Sequence[Received], mean: St
 
 
 def _check_declared(plan: Plan, bound: Declared, folded: Folded) -> None:
-    for name, flag, undeclared in (
-        ("kept", "keeps", folded.kept.keys() != bound.kept.keys()),
-        ("mixes", "mixes", bool(folded.mixes)),
-    ):
-        if undeclared and not getattr(bound.rule, flag):
+    for flag, names in (("keeps", folded.kept.keys() - bound.kept.keys()), ("mixes", folded.mixes.keys())):
+        if names and not getattr(bound.rule, flag):
             raise UsageError(
-                f"method {plan.method.label!r}: {bound.rule.source_method} returns Folded({name}=...) with other names "
-                f"than it declared, without informing sites: declare {flag} = True in {type(bound.rule).__name__}"
+                f"method {plan.method.label!r}: {bound.rule.source_method} {flag} {min(names)!r} without informing "
+                f"sites: declare {flag} = True in {type(bound.rule).__name__}"
             )
 
 

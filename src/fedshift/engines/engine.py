@@ -13,19 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.declarations import Phase
 from ..core.kernel import broadcast, client_init
 from ..core.means import SummedUploads
+from ..core.network import forward
 from ..core.plan import Plan
 from ..core.states import ClientState, Seen, ServerState, Update
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
+from ..nn.recognition import placed_hooks
 from ..utils.errors import FedshiftError, UsageError
 from ..utils.random_streams import key_bits, stream
-from ..utils.state import State, move_together, pick
+from ..utils.state import State, clone, move_together, pick
 from .half_precision import Step, advise
 
 if TYPE_CHECKING:  # workers start faster without pandas
@@ -227,6 +229,19 @@ def find_exchange(plan: Plan) -> str | None:
         "replaces the model's tensors, which something else holds too, such as a closure, a list, a hook or a "
         f"checkpoint ({plan.traits.exchange})"
     )
+
+
+def measure_activations(plan: Plan, data: Data) -> int:
+    """Return the bytes of the layers' outputs for one sample, which training keeps until the backward pass."""
+    counted: list[int] = []
+
+    def count(_layer: nn.Module, _inputs: object, output: object) -> None:
+        counted.append(output.nbytes if isinstance(output, Tensor) else 0)
+
+    hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
+    with placed_hooks(hooks):
+        forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
+    return sum(counted)
 
 
 def move_batches(batches: Batches, device: torch.device) -> Batches:

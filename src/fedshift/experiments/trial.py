@@ -33,8 +33,7 @@ from ..data.copies import number_samples
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
 from ..data.samples import Samples
 from ..engines import find_engine
-from ..engines.auto import EngineChoice, choose_engine
-from ..engines.cost_model import count_operations
+from ..engines.auto import EngineChoice, choose_engine, count_operations
 from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..engines.frozen import FITTING, Inputs
 from ..engines.spread import Pool

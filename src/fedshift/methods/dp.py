@@ -15,7 +15,6 @@ from math import inf
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
@@ -53,7 +52,6 @@ class PrivateMean(Rule):
                 "noise_multiplier=0"
             )
 
-    @override
     def fold(self, server: Server) -> Folded:
         network, received = server.network, server.received
         before, fixed = pick(server.before.shared, received[0].entries), network.entries_fixed_in(server.before.round)

@@ -7,11 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
-from typing_extensions import override
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Folded, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server
 from ..utils.errors import require
 from ..utils.state import State, pick
 
@@ -36,13 +34,11 @@ class Adaptive(Rule):
         require(0 <= self.beta2 < 1, f"beta2={self.beta2:g}: it must lie in [0, 1)")
         require(self.tau > 0, f"tau={self.tau:g}: it must be above 0, say 1e-3")
 
-    @override
     def bind(self, network: Network) -> Declared:
         common = pick(network.params, network.loaded).items()
         mean = {f"mean/{name}": torch.zeros_like(tensor) for name, tensor in common}
         return Declared(self, kept=mean | {f"square/{name}": torch.full_like(x, self.tau**2) for name, x in common})
 
-    @override
     def fold(self, server: Server) -> Folded:
         moved, kept = State(), State()
         for name, change in server.changes.items():

@@ -16,11 +16,9 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Folded, Rule, Server
+from ..core.rule import Folded, Network, Rule, Server
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..utils.errors import require
 from ..utils.state import State, group_entries, join_states, pick
@@ -41,7 +39,6 @@ class StatisticsMix(Rule):
     keeps = True
     mixes = True
 
-    @override
     def fold(self, server: Server) -> Folded:
         layers, present = _find_layers(server.network), [each.client for each in server.received]
         names = frozenset(name for layer in layers for name in layer)
@@ -84,11 +81,9 @@ def _measure(known: Statistics, layer: tuple[str, str], clients: Sequence[str], 
 def fedap(base: Method, *, self_weight: float = 0.5) -> Method:
     """Keep BatchNorm on the clients of ``base``, and send each client a mix of the other layers.
 
-    Args:
-        self_weight: Weight of a client's own upload in its mix, in [0, 1].
-
+    ``self_weight``: weight of a client's own upload in its mix, in [0, 1].
     """
     require(0 <= self_weight <= 1, f"self_weight={self_weight:g}: give a number in [0, 1]")
     affine = SELECTIONS["batch_norm_affine"]
     scope = replace(base.scope, load=base.scope.load & ~batch_norm, send=base.scope.send & ~affine)
-    return replace(base.with_rule(StatisticsMix(float(self_weight))), scope=scope)
+    return replace(base.with_rule(StatisticsMix(self_weight)), scope=scope)

@@ -6,11 +6,9 @@ Hsu et al. 2019, arXiv:1909.06335, section 4.3: v = beta v + delta, w = w + lr v
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Folded, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server
 from ..utils.errors import require
 from ..utils.state import pick
 
@@ -30,12 +28,10 @@ class Momentum(Rule):
         require(0 < self.lr < 1e30, f"server learning rate lr={self.lr:g}: it must be a number above 0")
         require(0 <= self.beta < 1, f"beta={self.beta:g}: it must lie in [0, 1)")
 
-    @override
     def bind(self, network: Network) -> Declared:
         common = pick(network.params, network.loaded) if self.beta else {}
         return Declared(self, kept={name: torch.zeros_like(tensor) for name, tensor in common.items()})
 
-    @override
     def fold(self, server: Server) -> Folded:
         velocity = server.changes
         if self.beta:

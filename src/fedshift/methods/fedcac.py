@@ -18,11 +18,10 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.state import State, add_prefix, group_entries
 
 ROUNDING = 64
@@ -40,7 +39,6 @@ class CriticalMix(Rule):
     keeps = True
     mixes = True
 
-    @override
     def fold(self, server: Server) -> Folded:
         kept, received, mixed = dict(server.kept), server.received, server.before.mixes
         for each in received:
@@ -98,11 +96,9 @@ def _weigh(masks: State, mean_N: Tensor, chosen_N: Tensor) -> State:
 def fedcac(base: Method, *, tau: float = 0.5, beta: int = 100) -> Method:
     """Send each client of ``base`` a mix in which its critical weights are shared with few clients.
 
-    Args:
-        tau: Fraction of critical weights in each tensor, in (0, 1].
-        beta: Rounds after which a client shares its critical weights with nobody.
-
+    ``tau``: fraction of critical weights in each tensor, in (0, 1]. ``beta``: rounds after which a client shares its
+    critical weights with nobody.
     """
-    if not 0 < tau <= 1 or beta < 1:
-        raise UsageError(f"tau={tau:g} and beta={beta}: give a fraction in (0, 1], and rounds of 1 or more")
-    return base.with_rule(CriticalMix(float(tau), beta))
+    allowed = 0 < tau <= 1 and beta >= 1
+    require(allowed, f"tau={tau:g} and beta={beta}: give a fraction in (0, 1], and rounds of 1 or more")
+    return base.with_rule(CriticalMix(tau, beta))

@@ -21,11 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..nn.amplitude_norm import (
     AmplitudeNorm,
     amplitudes,

@@ -13,14 +13,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
-from ..utils.errors import UsageError
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..utils.errors import require
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
@@ -35,14 +32,12 @@ class GeneralizationGap(Rule):
     keeps = True
     needs_shared = "FedDG-GA compares each client's model with the shared model"
 
-    @override
     def bind(self, network: Network) -> Declared:
         first = next(iter(network.params.values()))
         gap, begun = {"gap": first.new_zeros(())}, first.new_zeros((), dtype=torch.bool)
         memory = {"begun": begun} | add_prefix("last", network.params)
         return Declared(self, buffers=gap, memory=memory, sends=Send.like(gap, "client"))
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         last, gap = entries_under("last", step.memory), step.own.buffers["gap"]
         shared = last | pick(step.loaded, last)
@@ -50,13 +45,11 @@ class GeneralizationGap(Rule):
         gap.mul_(step.steps > 0).add_((of_shared - of_last).detach())
         return loss
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         begun = client.memory["begun"]
         gap = client.own.buffers["gap"] * begun / max(client.steps, 1)
         return {"begun": torch.ones_like(begun)} | add_prefix("last", client.params), {"gap": gap}
 
-    @override
     def fold(self, server: Server) -> Folded:
         weights = self._weigh(server)
         kept = {
@@ -81,13 +74,9 @@ class GeneralizationGap(Rule):
 def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None) -> Method:
     """Adjust the weights of the clients of ``base`` by their generalization gaps.
 
-    Args:
-        step_size: Change of the weight with the largest gap, times the number of clients, in (0, 1].
-        rounds: Number of rounds over which the step decays to zero; None: constant.
-
+    ``step_size``: change of the weight with the largest gap, times the number of clients, in (0, 1]. ``rounds``: number
+    of rounds over which the step decays to zero; None: constant.
     """
-    if not 0 < step_size <= 1 or (rounds is not None and rounds < 1):
-        raise UsageError(
-            f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more"
-        )
-    return base.with_rule(GeneralizationGap(float(step_size), rounds))
+    allowed = 0 < step_size <= 1 and (rounds is None or rounds >= 1)
+    require(allowed, f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more")
+    return base.with_rule(GeneralizationGap(step_size, rounds))

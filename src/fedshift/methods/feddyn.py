@@ -12,11 +12,9 @@ the client loads.
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Server, Step
 from ..utils.errors import require
 from ..utils.state import State, pick
 
@@ -31,12 +29,10 @@ class GradientMemory(Rule):
     needs_shared = "FedDyn regularizes shared entries"
     needs_mean = "FedDyn's server accumulates the mean of the clients' changes"
 
-    @override
     def bind(self, network: Network) -> Declared:
         zeros = {name: torch.zeros_like(tensor) for name, tensor in network.params.items()}
         return Declared(self, memory=zeros, kept=pick(zeros, network.loaded))
 
-    @override
     def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (step.params[name] - step.loaded[name]).mul_(self.alpha).sub_(step.memory[name]).add_(grad)
@@ -45,7 +41,6 @@ class GradientMemory(Rule):
             for name, grad in grads.items()
         }
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory = {
             name: h - self.alpha * (client.params[name] - client.loaded[name]) if name in client.loaded else h
@@ -53,7 +48,6 @@ class GradientMemory(Rule):
         }
         return memory, {}
 
-    @override
     def fold(self, server: Server) -> Folded:
         share, changes, before = sum(each.share for each in server.received), server.changes, server.before.shared
         kept = {name: h - self.alpha * share * changes[name] for name, h in server.kept.items()}
@@ -65,4 +59,4 @@ class GradientMemory(Rule):
 def feddyn(base: Method, *, alpha: float = 0.01) -> Method:
     """Regularize the loss of ``base`` dynamically with strength ``alpha``; needs clients that keep state."""
     require(alpha > 0, f"alpha={alpha:g}: it must be above 0, say 0.01")
-    return base.with_rule(GradientMemory(float(alpha)))
+    return base.with_rule(GradientMemory(alpha))

@@ -25,8 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Folded, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require

@@ -11,7 +11,6 @@ averaged.
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
@@ -28,7 +27,6 @@ class MaskedMean(Rule):
     aggregates = True
     passes_on = False
 
-    @override
     def fold(self, server: Server) -> Folded:
         entries, states = server.entries, [each.entries for each in server.received]
         for name in sorted(server.network.trained & server.network.loaded):
@@ -43,10 +41,8 @@ class MaskedMean(Rule):
 def fedgma(base: Method, *, threshold: float = 0.4, soft: bool = True) -> Method:
     """Mask the mean change of ``base`` by the clients' agreement.
 
-    Args:
-        threshold: Minimum agreement for applying a change in full, in [0, 1]; 0 is FedAvg.
-        soft: Whether other changes are multiplied by their agreement; False drops them.
-
+    ``threshold``: minimum agreement for applying a change in full, in [0, 1]; 0 is FedAvg. ``soft``: whether other
+    changes are multiplied by their agreement; False drops them.
     """
     require(0 <= threshold <= 1, f"threshold={threshold:g}: it must lie in [0, 1], like the agreement of clients")
-    return base.with_rule(MaskedMean(float(threshold), soft))
+    return base.with_rule(MaskedMean(threshold, soft))

@@ -12,14 +12,11 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server
-from ..utils.errors import UsageError
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..utils.errors import require
 from ..utils.state import State, pick
 
 ROUNDING = 64
@@ -37,14 +34,12 @@ class Consistency(Rule):
     keeps = True
     needs_shared = "FedHEAL weighs changes of shared entries"
 
-    @override
     def bind(self, network: Network) -> Declared:
         rounds = torch.zeros((), dtype=torch.int64, device=next(iter(network.params.values())).device)
         down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in network.params.items()}
         counts = {name: tensor.bool() for name, tensor in pick(network.params, network.loaded).items()}
         return Declared(self, memory={"rounds": rounds} | down, sends=Send.like(counts, "update"))
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory, rounds = dict(client.memory), int(client.memory["rounds"])
         counts = {}
@@ -58,7 +53,6 @@ class Consistency(Rule):
                 memory[f"down/{name}"] = before + down
         return memory | {"rounds": memory["rounds"] + 1}, counts
 
-    @override
     def fold(self, server: Server) -> Folded:
         kept, states = server.kept | self._weigh(server), [each.entries for each in server.received]
         weights = [float(kept[f"weight/{each.client}"]) for each in server.received]
@@ -99,12 +93,9 @@ def _count_changes(server: Server, name: str) -> tuple[Tensor, Tensor]:
 def fedheal(base: Method, *, threshold: float = 0.3, beta: float = 0.4) -> Method:
     """Exclude inconsistent changes from the mean of ``base``, and weigh clients by their distances.
 
-    Args:
-        threshold: Fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
-            1).
-        beta: Fraction of this round's distances in the step of the clients' weights, in [0, 1].
-
+    ``threshold``: fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
+    1). ``beta``: fraction of this round's distances in the step of the clients' weights, in [0, 1].
     """
-    if not 0 <= threshold < 1 or not 0 <= beta <= 1:
-        raise UsageError(f"threshold={threshold:g} and beta={beta:g}: give numbers in [0, 1) and in [0, 1]")
-    return base.with_rule(Consistency(float(threshold), float(beta)))
+    allowed = 0 <= threshold < 1 and 0 <= beta <= 1
+    require(allowed, f"threshold={threshold:g} and beta={beta:g}: give numbers in [0, 1) and in [0, 1]")
+    return base.with_rule(Consistency(threshold, beta))

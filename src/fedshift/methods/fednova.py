@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
-from typing_extensions import override
-
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.optimizer import SGD
@@ -31,13 +29,12 @@ class NormalizedAveraging(Rule):
     aggregates = True
     passes_on = False
 
-    @override
     def fold(self, server: Server) -> Folded:
         received, sgd = server.received, cast("SGD", server.network.optimizer)
         entries, states = server.entries, [each.entries for each in received]
         total = sum(each.size for each in received)
         shares = [each.size / total for each in received]
-        pull = sgd.lr_in_round(server.before.round) * _find_strength(server)
+        pull = server.network.find_lr(server.before.round) * _find_strength(server)
         lengths = [path_length(each.update.steps, sgd.momentum, sgd.nesterov, pull) for each in received]
         effective = sum(share * length for share, length in zip(shares, lengths, strict=True))
         for name in sorted(server.network.trained & server.network.loaded):

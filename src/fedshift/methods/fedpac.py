@@ -21,14 +21,11 @@ import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..analysis.statistics import Floats
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Server, Step
-from ..core.selection import find_classifier
+from ..core.rule import Client, Declared, Folded, Network, Send, Server, Step
+from ..core.selection import name_classifier
 from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
@@ -57,9 +54,8 @@ class AlignedFeatures(Prototypes):
     keeps = True
     mixes = True
 
-    @override
     def bind(self, network: Network) -> Declared:
-        bound, head = super().bind(network), _name_classifier(network, self.source_method)
+        bound, head = super().bind(network), name_classifier(network.entries, self.source_method)
         zeros_KD = bound.server["prototypes"]
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
         body = tuple(sorted((network.trained & network.loaded) - head))
@@ -69,16 +65,13 @@ class AlignedFeatures(Prototypes):
             raise network.refuse_kept("FedPAC mixes classifiers of clients", kept)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = torch.zeros_like(_sum_weights(network.params, body))
-        memory = {**bound.memory, "class_sizes": zeros_K.clone()}
-        buffers = {**bound.buffers, **early}
         described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
-        sends = {**bound.sends, **described}
         return replace(
             bound,
             rule=replace(self, body=body, head=tuple(sorted(head))),
-            buffers=buffers,
-            memory=memory,
-            sends=sends,
+            buffers={**bound.buffers, **early},
+            memory={**bound.memory, "class_sizes": zeros_K.clone()},
+            sends={**bound.sends, **described},
             notices=self._warn(network),
         )
 
@@ -90,13 +83,11 @@ class AlignedFeatures(Prototypes):
             f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples",
         )
 
-    @override
     def start(self, client: Client) -> State:
-        sizes_K = client.memory["class_sizes"]
-        sizes_K = torch.bincount(client.targets, minlength=len(sizes_K)).to(sizes_K.dtype)
+        like_K = client.memory["class_sizes"]
+        sizes_K = torch.bincount(client.targets, minlength=len(like_K)).to(like_K.dtype)
         return {**super().start(client), "class_sizes": sizes_K}
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         buffers, z_BD = step.own.buffers, step.features.detach()
         sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
@@ -111,7 +102,6 @@ class AlignedFeatures(Prototypes):
         counts_K.mul_(begun).add_(member_KB.sum(dim=1))
         return super().loss(loss, step)
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory, upload = super().end(client)
         buffers, counts_K = client.own.buffers, client.own.buffers["early_counts"]
@@ -122,7 +112,6 @@ class AlignedFeatures(Prototypes):
         variance = (squares - weighted_KD.square().sum()).clamp(min=0) / client.memory["samples"]
         return memory, {**upload, "weighted_means": weighted_KD, "variance": variance}
 
-    @override
     def fold(self, server: Server) -> Folded:
         clients = [each.client for each in server.received]
         sent = {name: torch.stack([upload[name].double().flatten() for upload in server.uploads]) for name in COMPARED}
@@ -157,11 +146,6 @@ def _weigh(form: Floats) -> Floats:
 def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
     """Return the sum of weights of each output unit, and parameters of one dimension as they are, in a vector."""
     return torch.cat([params[name].reshape(*params[name].shape[:1], -1).sum(dim=-1).reshape(-1) for name in names])
-
-
-def _name_classifier(network: Network, source: str) -> frozenset[str]:
-    classifier = find_classifier(network.entries, source)
-    return frozenset(entry.name for entry in network.entries if entry.owner is classifier)
 
 
 @method

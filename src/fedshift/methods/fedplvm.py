@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Step
+from ..core.rule import Client, Declared, Network, Send, Step
 from ..utils.errors import require
 from ..utils.state import State
 from .fpl import ClusterPrototypes

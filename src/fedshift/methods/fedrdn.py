@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Hook, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Hook, Network, Rule, Send, Server, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits

@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
+from ..core.rule import Declared, Network, Phase, Rule, Step
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules

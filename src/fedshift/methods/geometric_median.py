@@ -9,7 +9,6 @@ other entries are averaged with the same beta.
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from ..core.means import squared_distances, stack_entry, weighted_mean
 from ..core.method import Method, method
@@ -34,7 +33,6 @@ class GeometricMedian(Rule):
         if self.steps < 1 or not self.nu > 0:
             raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give steps of 1 or more, and nu above 0")
 
-    @override
     def fold(self, server: Server) -> Folded:
         states, names = [each.entries for each in server.received], server.network.trained & server.network.sent
         weights = torch.tensor([each.weight for each in server.received], dtype=torch.float64)

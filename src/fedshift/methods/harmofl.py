@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require

@@ -17,11 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid

@@ -7,8 +7,6 @@ entries.
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from ..core.means import squared_distances, weighted_mean
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -37,11 +35,9 @@ class Krum(Rule):
             )
 
     @property
-    @override
     def min_clients(self) -> int:
         return max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
 
-    @override
     def fold(self, server: Server) -> Folded:
         clients, states = len(server.received), [each.entries for each in server.received]
         distances = squared_distances(states, server.network.trained & server.network.sent)

@@ -6,8 +6,6 @@ middle two.
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -23,7 +21,6 @@ class Median(Rule):
     weighs = False
     needs_entries_only = ROBUST
 
-    @override
     def fold(self, server: Server) -> Folded:
         trim = (len(server.received) - 1) // 2
         return Folded(entries=compute_trimmed_mean([each.entries for each in server.received], trim))

@@ -5,8 +5,6 @@ Yin et al. 2018, arXiv:1803.01498, option II. Clients count equally.
 
 from dataclasses import dataclass
 
-from typing_extensions import override
-
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -27,11 +25,9 @@ class TrimmedMean(Rule):
         require(self.trim >= 1, f"trim={self.trim}: give 1 or more; 0 would be the mean")
 
     @property
-    @override
     def min_clients(self) -> int:
         return 2 * self.trim + 1
 
-    @override
     def fold(self, server: Server) -> Folded:
         return Folded(entries=compute_trimmed_mean([each.entries for each in server.received], self.trim))
 

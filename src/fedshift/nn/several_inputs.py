@@ -83,20 +83,15 @@ class DivideRows:
         return ((), parts) if self.by_name else (tuple(parts.values()), {})
 
 
-def _find_hook(network: nn.Module) -> DivideRows | None:
-    return next((hook for hook in network._forward_pre_hooks.values() if isinstance(hook, DivideRows)), None)
-
-
 def find_inputs(network: nn.Module) -> Inputs:
     """Return the inputs into which ``network`` divides rows; empty if it takes one array."""
-    hook = _find_hook(network)
-    return hook.inputs if hook else ()
+    return next((hook.inputs for hook in network._forward_pre_hooks.values() if isinstance(hook, DivideRows)), ())
 
 
 def call_with(network: nn.Module, parts: Mapping[str, Tensor]) -> Any:
     """Return the outputs of ``network``, which divides rows, for its inputs by name."""
-    hook = _find_hook(network)
-    return network(**parts) if hook and hook.by_name else network(*parts.values())
+    by_name = any(hook.by_name for hook in network._forward_pre_hooks.values() if isinstance(hook, DivideRows))
+    return network(**parts) if by_name else network(*parts.values())
 
 
 def take_inputs(network: M, inputs: Inputs) -> M:
