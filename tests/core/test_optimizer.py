@@ -230,7 +230,7 @@ def test_a_rate_for_each_round_is_enough(tiny):
         (RATES.ReduceLROnPlateau, "follows a measured value"),
         (RATES.StepLR, "torch.optim.lr_scheduler:StepLR failed in round 1: .*missing 1 required .*'step_size'"),
         (partial(CYCLE, cycle_momentum=True), "cycle_momentum"),
-        (partial(CYCLE, total_steps=4), "ends after 5 rounds, fewer than rounds=9"),
+        (partial(CYCLE, total_steps=4), "ends after 5 rounds: give it as many as rounds"),
         (lambda round: -1.0, "gives the learning rate -0.2 in round 1"),
         (lambda round: math.nan, "gives the learning rate nan in round 1"),
         (lambda: 1.0, "failed in round 1: .*positional argument"),
