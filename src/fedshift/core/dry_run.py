@@ -32,15 +32,7 @@ from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .checks import find_difference
 from .declarations import RulePhase
-from .kernel import (
-    broadcast,
-    client_final,
-    client_init,
-    init_client,
-    init_server,
-    personal_state,
-    restart,
-)
+from .kernel import broadcast, client_final, client_init, init_client, init_server, personal_state, restart
 from .method import decides_normalization
 from .network import forward, to_inputs
 from .plan import Plan
@@ -150,7 +142,7 @@ def check_normalization(plan: Plan, sample: Tensor) -> None:
 
 
 @torch.no_grad()
-def check_freezing(plan: Plan, sample: Tensor) -> None:
+def _check_freezing(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
     moved = inputs + 0.5 if inputs.is_floating_point() else inputs
@@ -164,7 +156,7 @@ def check_freezing(plan: Plan, sample: Tensor) -> None:
             raise UsageError(f"method {plan.label!r} freezes statistics, but {what}")
 
 
-def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
     """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
     scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
     wanted = task.output_shape(tuple(sample.shape[1:]), classes)
@@ -176,8 +168,8 @@ def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
         )
 
 
-def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
-    """Raise :class:`UsageError` unless the plan's components do what they declare, in two rounds.
+def check_run(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
+    """Raise :class:`UsageError` unless the network fits frozen statistics and ``task``, and rules do what they declare.
 
     Args:
         plan: The plan.
@@ -186,6 +178,10 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         classes: The number of classes, labels or targets of ``task``.
 
     """
+    if plan.method.freeze is not None:
+        _check_freezing(plan, sample)
+    if task is not None:
+        _check_outputs(plan, sample, task, classes)
     kind = _identify(plan, sample, task, classes)
     if kind in _PASSED or not plan.rules:
         return
