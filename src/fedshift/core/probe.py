@@ -52,9 +52,10 @@ def probe_network(network: Network, sample: Tensor, remake: Callable[[], nn.Modu
     """
     x = make_batch(network, sample)
     network = replace(network, traits=Traits(contiguous=_needs_torch_format(network, x)))
-    probe, names, start = _Probe(network, x), _list_entries(network.module), _refuse_copies(network.module)
+    probe, start = _Probe(network, x), _refuse_copies(network.module)
     first = probe.run(network.initial)
-    if new := _list_entries(network.module) - names:
+    entries = dict((*network.module.named_parameters(), *network.module.named_buffers()))
+    if new := entries.keys() - network.initial.keys():
         raise UsageError(
             f"the model makes {min(new)!r} at its first call, so that no optimizer trains it: make it in __init__, or "
             "run one batch through the model before its function returns it"
@@ -241,10 +242,6 @@ def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 def _equal(one: Tensor, other: Tensor) -> bool:
     same = one.shape == other.shape and one.dtype == other.dtype
     return same and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def _list_entries(module: nn.Module) -> set[str]:
-    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _describe_state(attributes: list[Attribute]) -> UsageError:
