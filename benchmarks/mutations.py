@@ -72,7 +72,7 @@ CORE = (
           "tests/engines/test_plain_loop.py"),
     Fault("upload-not-checked", "core/kernel.py", "client_final", "check_sends(plan, index, sent)",
           "pass", "tests/core/test_disclosure.py"),
-    Fault("rules-not-tried", "core/dry_run.py", "check_rounds",
+    Fault("rules-not-tried", "core/dry_run.py", "check_run",
           "_run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)", "pass",
           "tests/core/test_dry_run.py"),
     Fault("memory-of-a-rule-not-compared", "core/dry_run.py", "_list_compared",

@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -11,6 +10,10 @@ from safetensors.torch import load, save
 from fedshift.config.expressions import trust_only
 from fedshift.core.optimizer import OPTIMIZERS, SGD, AdamW, Optimizer, as_optimizer
 from fedshift.core.schedule import SCHEDULES, Cosine, Exponential, Schedule, StepDecay
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.methods.ditto import ditto
+from fedshift.models.digits import small_cnn
 from fedshift.utils.errors import UsageError
 
 
@@ -90,7 +93,6 @@ PAIRS = [
 def test_equals_torch_optim(ours, theirs, joined, monkeypatch):
     """Also by operations on all parameters at once, as on a GPU; one has no gradient in the second step."""
     monkeypatch.setattr("fedshift.core.optimizer.may_join", lambda params: joined)
-    monkeypatch.setattr(import_module("torch.optim.adam"), "_get_capturable_supported_devices", lambda **_: ["cpu"])
     generator = torch.Generator().manual_seed(0)
     params = {name: torch.randn(3, 2, dtype=torch.float64, generator=generator) for name in ("w", "b")}
     modules = {name: params[name].clone().requires_grad_() for name in params}
@@ -212,6 +214,14 @@ def test_a_function_of_the_round_is_a_schedule():
     assert SCHEDULES.parse(text).rate(0.2, 0) == 0.05
     assert SCHEDULES.write(SCHEDULES.parse(partial(warm_up, length=4))) == text
     assert SCHEDULES.write(SCHEDULES.parse(warm_up)) == "tests.core.test_optimizer:warm_up"
+
+
+def test_a_rate_for_each_round_is_enough(tiny):
+    """Neither the dry run nor the evaluation after the last round asks for another."""
+    schedule = SCHEDULES.parse(lambda round: [0.5][round])
+    trial = Trial(ditto(), small_cnn, tiny, Settings(rounds=1, optimizer=SGD(lr=0.1, schedule=schedule)), 0)
+    trial.advance()
+    assert trial.evaluate()
 
 
 @pytest.mark.parametrize(

@@ -157,6 +157,14 @@ def describe_call(function: Any, arguments: Mapping[str, Any]) -> str:
     return f"{path}({listed})" if listed else path
 
 
+def spell_call(value: Any) -> str | None:
+    """Return the expression of a value with a ``function`` that another process can import; "" without a function."""
+    function = getattr(value, "function", None)
+    if function is None:
+        return ""
+    return getattr(value, "text", str(value)) if find_import_path(function) else None
+
+
 def _accept(schedule: object, _text: str | None) -> Schedule:
     """Convert a function of the round, or a class of torch's schedulers or a partial of one, to a :class:`Schedule`."""
     if isinstance(schedule, Schedule):
@@ -183,12 +191,6 @@ def _adapt(schedule: Callable[..., Any], user_defined: bool) -> Callable[..., An
     return partial(partial, schedule) if of_torch else bind_arguments(schedule, user_defined)
 
 
-def _spell(schedule: Schedule) -> str | None:
-    if not isinstance(schedule, CustomSchedule):
-        return ""
-    return str(schedule) if find_import_path(schedule.function) else None
-
-
 KINDS = {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential}
-SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=_spell)
+SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=spell_call)
 """Schedules of the learning rate; the number of ``rounds`` is added by the caller."""
