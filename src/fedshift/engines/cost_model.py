@@ -17,7 +17,6 @@ from torch.utils import flop_counter
 
 from ..core.network import forward
 from ..core.plan import Plan
-from ..nn.linear import use_torch_linear
 from ..nn.recognition import placed_hooks
 from ..utils.profiling import wait_for_device
 from ..utils.state import clone
@@ -37,7 +36,7 @@ def count_operations(plan: Plan, data: Data) -> int:
     with suppress(AttributeError):  # keeps the compiler out, whose import takes a second; not in all versions of torch
         vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
     counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
-    with flop_counter._FlopCounterMode(counter), use_torch_linear():
+    with flop_counter._FlopCounterMode(counter):
         forward(plan, clone(plan.initial), x)
     return 3 * int(counter.get_total_flops())
 
