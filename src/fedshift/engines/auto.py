@@ -24,7 +24,6 @@ from ..core.kernel import init_client, init_server
 from ..core.network import forward
 from ..core.plan import Plan
 from ..data.augmentation import Augmentation
-from ..nn.linear import use_torch_linear
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.profiling import wait_for_device
@@ -139,7 +138,7 @@ def count_operations(plan: Plan, data: Data) -> int:
     with suppress(AttributeError):  # keeps the compiler out, whose import takes a second; not in all versions of torch
         vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
     counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
-    with flop_counter._FlopCounterMode(counter), use_torch_linear():
+    with flop_counter._FlopCounterMode(counter):
         forward(plan, clone(plan.initial), x)
     return 3 * int(counter.get_total_flops())
 
