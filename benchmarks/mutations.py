@@ -103,7 +103,7 @@ CORE = (
     Fault("range-of-float16-not-said", "engines/half_precision.py", "_find_overflow", "output == inf", "False",
           "tests/engines/test_precision.py"),
     Fault("folds-in-the-order-of-writing", "core/plan.py", "Plan.folds",
-          "rules[index].moves - rules[index].aggregates", "0", "tests/methods/test_composition.py"),
+          "rules[index].moves - rules[index].aggregates", "0", "tests/core/test_server_optimizer.py"),
     Fault("server-momentum-damped", "methods/fedavgm.py", "Momentum.fold", "+ change for",
           "+ (1 - self.beta) * change for", "tests/core/test_server_optimizer.py"),
     Fault("weight-decay-without-the-rate", "core/optimizer.py", "AdamW.update_", "1 - lr * self.weight_decay",

@@ -17,6 +17,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedavgm import fedavgm
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedyogi import fedyogi
+from fedshift.methods.median import median
 from fedshift.utils.state import clone, is_equal, nbytes
 
 SAMPLES, ROUNDS = {"a": 5.0, "b": 2.0, "c": 3.0}, 6
@@ -44,7 +45,7 @@ def uploads(shared, number):
             else tensor + int(samples)
             for name, tensor in shared.items()
         }
-        updates[client] = Update(shared=state, memory=({},), weight=samples, steps=1)
+        updates[client] = Update(shared=state, memory=({}, {}), weight=samples, steps=1)
     return updates
 
 
@@ -107,6 +108,14 @@ def test_without_momentum_and_with_rate_one_fedavgm_is_fedavg():
     plain, moved = rounds(fedavg()), rounds(fedavgm(lr=1.0, beta=0.0))
     for one, other in zip(plain[1], moved[1], strict=True):
         assert all((one.shared[name] - other.shared[name]).abs().max() <= 1e-14 for name in one.shared)
+
+
+def test_a_step_follows_what_was_aggregated_however_methods_are_composed():
+    plain, *stepped = (
+        rounds(each, 2)[1][-1].shared for each in (median(), fedavgm(median(), beta=0.0), median(fedavgm(beta=0.0)))
+    )
+    assert is_equal(*stepped)
+    assert all((plain[name] - tensor).abs().max() <= 1e-14 for name, tensor in stepped[0].items())
 
 
 @EACH
