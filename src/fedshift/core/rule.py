@@ -25,7 +25,6 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.dropout import derive_key, dropout_key
-from ..nn.linear import use_torch_func
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State, clone
@@ -455,8 +454,7 @@ class Step(View):
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
-        with use_torch_func():
-            grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
+        grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
         return {name: grad.detach() for name, grad in grads.items()}
 
     def at(self, params: State, buffers: State | None = None) -> Step:

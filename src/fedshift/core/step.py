@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from ..nn.dropout import derive_key, draw_bits, dropout_key
-from ..nn.linear import use_torch_func
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, nbytes, pick
 from .network import compute_features, to_memory_format
@@ -121,8 +120,7 @@ def combine_samples(
             losses.append(loss)
             yield grads
 
-    with use_torch_func():
-        grads = plan.estimator.combine_samples(differentiate(), derive_key(key, "gradient estimator"))
+    grads = plan.estimator.combine_samples(differentiate(), derive_key(key, "gradient estimator"))
     return grads, job.rest, torch.cat(losses).mean()
 
 
