@@ -111,7 +111,7 @@ CORE = (
 )  # fmt: skip
 
 BUFFERS = (
-    Fault("buffers-averaged", "core/plan.py", "Plan.whole", "if entry.kind in WHOLE", "if False",
+    Fault("buffers-averaged", "core/network.py", "Network.whole", "if entry.kind in WHOLE", "if False",
           "tests/core/test_buffers.py"),
     Fault("state-of-the-last-client", "core/server_round.py", "StreamingAggregator._take_whole",
           "weight > self._largest", "True", "tests/laws/test_networks.py"),
@@ -197,8 +197,8 @@ METHODS = (
 )  # fmt: skip
 
 ENGINES = (
-    Fault("values-in-place-of-the-networks-own", "core/plan.py", "compute_outputs",
-          "with (_in_place if in_place else _exchanged)(plan, state):", "with _exchanged(plan, state):",
+    Fault("values-in-place-of-the-networks-own", "core/network.py", "compute_features",
+          "_placed(network, state, in_place=in_place)", "_placed(network, state, in_place=False)",
           "tests/laws/test_networks.py"),
     Fault("unused-layers-decay", "engines/stepper.py", "_differentiate", "allow_unused=True", "materialize_grads=True",
           "tests/laws/test_networks.py"),
@@ -210,8 +210,8 @@ ENGINES = (
           "tests/laws/test_networks.py"),
     Fault("lanes-not-tried", "engines/stacked.py", "_try_lanes",
           "find_difference(plan, job.state, entries, reference)", "None", "tests/laws/test_networks.py"),
-    Fault("evaluation-writes-into-the-server", "core/plan.py", "forward",
-          "state if training or not plan.traits.writes_in_evaluation else clone(state)", "state",
+    Fault("evaluation-writes-into-the-server", "core/network.py", "forward",
+          "state if training or not network.traits.writes_in_evaluation else clone(state)", "state",
           "tests/laws/test_networks.py"),
     Fault("restarted-lanes-share-what-they-loaded", "engines/stacked.py", "Stacked._restart",
           "clone(lane.params), clone(lane.rest)", "lane.params, lane.rest", "tests/laws/test_pairs.py"),
