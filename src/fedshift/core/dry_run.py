@@ -32,20 +32,13 @@ from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .checks import find_difference
 from .declarations import RulePhase
-from .kernel import (
-    broadcast,
-    client_final,
-    client_init,
-    init_client,
-    init_server,
-    personal_state,
-    restart,
-)
+from .kernel import broadcast, client_final, client_init, init_client, init_server, personal_state, restart
 from .method import decides_normalization
 from .network import forward, to_inputs
 from .plan import Plan
 from .probe import make_batch
 from .rule import HOOKS, Declared, Folded, Rule, Server, View
+from .schedule import CONSTANT
 from .selection import norm_statistics
 from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
@@ -149,7 +142,7 @@ def check_normalization(plan: Plan, sample: Tensor) -> None:
 
 
 @torch.no_grad()
-def check_freezing(plan: Plan, sample: Tensor) -> None:
+def _check_freezing(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
     moved = inputs + 0.5 if inputs.is_floating_point() else inputs
@@ -163,7 +156,7 @@ def check_freezing(plan: Plan, sample: Tensor) -> None:
             raise UsageError(f"method {plan.label!r} freezes statistics, but {what}")
 
 
-def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
     """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
     scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
     wanted = task.output_shape(tuple(sample.shape[1:]), classes)
@@ -175,8 +168,8 @@ def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
         )
 
 
-def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
-    """Raise :class:`UsageError` unless the plan's components do what they declare, in two rounds.
+def check_run(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
+    """Raise :class:`UsageError` unless the network fits frozen statistics and ``task``, and rules do what they declare.
 
     Args:
         plan: The plan.
@@ -185,13 +178,19 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         classes: The number of classes, labels or targets of ``task``.
 
     """
+    if plan.method.freeze is not None:
+        _check_freezing(plan, sample)
+    if task is not None:
+        _check_outputs(plan, sample, task, classes)
     kind = _identify(plan, sample, task, classes)
     if kind in _PASSED or not plan.rules:
         return
     with kept_attributes(plan.module), torch_stream(plan.seed, "dry run"):
         x = make_batch(plan, sample)
         y = _make_targets(plan, x, task, classes)
-        _run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)
+        watched = tuple(_watch(plan, bound) for bound in plan.rules)
+        steady = replace(plan.optimizer, schedule=CONSTANT)  # others may have a rate for one round only
+        _run_rounds(replace(plan, rules=watched, optimizer=steady), x, y)
     if kind is not None:
         _PASSED.add(kind)
 

@@ -25,14 +25,7 @@ from ..utils.errors import UsageError
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .checks import REMOVE, check_batch_size, check_composition, check_network, check_plan, select_entries
-from .dry_run import (
-    check_freezing,
-    check_normalization,
-    check_outputs,
-    check_rounds,
-    explained_errors,
-    find_smallest_batch,
-)
+from .dry_run import check_normalization, check_run, explained_errors, find_smallest_batch
 from .method import Method, decides_normalization
 from .network import Loss, Precision, Traits
 from .optimizer import SGD, Optimizer
@@ -106,11 +99,7 @@ def prepare(
     check_batch_size(plan)
     optimizer.check(plan.params, rounds)
     if sample is not None:
-        if method.freeze is not None:
-            check_freezing(plan, sample)
-        if task is not None:
-            check_outputs(plan, sample, task, classes)
-        check_rounds(plan, sample, task, classes)
+        check_run(plan, sample, task, classes)
     return plan
 
 
@@ -197,13 +186,8 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
     changing = plan.traits.changing or ()
     members = tuple(entry for entry in plan.entries if entry.kind != "hidden" or entry.name in changing)
     hidden = frozenset(entry.name for entry in members if entry.kind == "hidden")
-    scope = method.scope
-    loaded, sent = (
-        names - hidden
-        for names in select_entries(
-            method, lambda method: method.scope, lambda: [scope.load.names(members), scope.send.names(members)]
-        )
-    )
+    scope, choose = method.scope, lambda: (method.scope.load.names(members), method.scope.send.names(members))
+    loaded, sent = (names - hidden for names in select_entries(method, lambda method: method.scope, choose))
     _check_scope(method, loaded, sent, {entry.name for entry in members} - hidden)
     adopted = frozenset(entry.name for entry in members if scope.begin(entry)) & sent - loaded
     kept = frozenset[str]() if method.pooled else list_kept(members, loaded)
@@ -211,18 +195,11 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
     if method.trains is not everything:
         left = partial(method.trains.names, members, "left untrained")
         trained = _require_trained(method, trained & select_entries(method, lambda method: method.trains, left))
-    initial = {entry.name: plan.initial[entry.name] for entry in members}
     plan = replace(
-        plan,
-        entries=members,
-        initial=initial,
-        loaded=loaded - kept,
-        adopted=adopted | kept,
-        sent=sent,
-        trained=trained,
+        plan, entries=members, initial={entry.name: plan.initial[entry.name] for entry in members}, sent=sent,
+        loaded=loaded - kept, adopted=adopted | kept, trained=trained, norm_replacers=method.norm_replacers,
         keepers=name_keepers(method, members, loaded - kept),
-        norm_replacers=method.norm_replacers,
-    )
+    )  # fmt: skip
     for name, parameter in plan.parameters.items():
         parameter.requires_grad_(name in trained)
     return plan

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
@@ -235,24 +235,25 @@ class Declared:
     """
 
     rule: Rule
-    name: str = field(default="", kw_only=True)
-    memory: State = field(default_factory=dict, kw_only=True)
-    server: State = field(default_factory=dict, kw_only=True)
-    kept: State = field(default_factory=dict, kw_only=True)
-    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
-    model: State = field(default_factory=dict, kw_only=True)
-    params: State = field(default_factory=dict, kw_only=True)
-    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict, kw_only=True)
-    buffers: State = field(default_factory=dict, kw_only=True)
-    phases: tuple[Phase, ...] = field(default=(), kw_only=True)
-    sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    sets: frozenset[str] = field(default=frozenset(), kw_only=True)
-    targets: bool = field(default=False, kw_only=True)
-    samples_before_work: int = field(default=0, kw_only=True)
-    features: str = field(default="", kw_only=True)
-    draws: bool = field(default=False, kw_only=True)
-    entries: bool = field(default=False, kw_only=True)
-    notices: tuple[str, ...] = field(default=(), kw_only=True)
+    _: KW_ONLY
+    name: str = ""
+    memory: State = field(default_factory=dict)
+    server: State = field(default_factory=dict)
+    kept: State = field(default_factory=dict)
+    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    model: State = field(default_factory=dict)
+    params: State = field(default_factory=dict)
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    buffers: State = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+    sends: Mapping[str, Send] = field(default_factory=dict)
+    sets: frozenset[str] = frozenset()
+    targets: bool = False
+    samples_before_work: int = 0
+    features: str = ""
+    draws: bool = False
+    entries: bool = False
+    notices: tuple[str, ...] = ()
 
     @property
     def on_client(self) -> State:
@@ -268,11 +269,6 @@ class Declared:
         """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
         own = any(phase.trains == "own" for phase in self.phases)
         return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
-
-    @property
-    def has_separate_passes(self) -> bool:
-        """Return whether the rule's own parameters are trained in separate passes, where its loss runs."""
-        return any(phase.when != "during" for phase in self.phases)
 
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
@@ -383,12 +379,9 @@ class Client(View):
 class Pass(NamedTuple):
     """A forward pass of a network on a batch, differentiable in the network's parameters.
 
-    ``x``: inputs ``[B, ...]``. ``y``: targets ``[B, ...]``. ``outputs``: the network's outputs, ``[B, K]`` for
-    classification.
+    ``outputs``: the network's outputs, ``[B, K]`` for classification.
     """
 
-    x: Tensor
-    y: Tensor
     outputs: Tensor
     read: Mapping[str, Tensor]
     bound: Declared
@@ -440,7 +433,7 @@ class Step(View):
     @property
     def features(self) -> Tensor:
         """The input of the layer that ``Declared.features`` names, from the same pass."""
-        return Pass(self.x, self.y, *self._batch.passed, self.bound).features
+        return Pass(*self._batch.passed, self.bound).features
 
     def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> Pass:
         """Return the forward pass of the model with ``entries``, on the batch or on the inputs ``x``.
@@ -452,7 +445,7 @@ class Step(View):
         """
         x = self.x if x is None else x
         with dropout_key(self._batch.key):
-            return Pass(x, self.y, *self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
+            return Pass(*self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
 
     def loss_at(self, entries: State) -> Tensor:
         """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""

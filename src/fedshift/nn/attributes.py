@@ -48,11 +48,6 @@ class Attribute(NamedTuple):
     entry: str = ""
 
     @property
-    def is_number(self) -> bool:
-        """Return whether a number can be added to the value."""
-        return type(self.value) in (int, float) or isinstance(self.value, Tensor | np.ndarray)
-
-    @property
     def bytes(self) -> bytes:
         """The value as bytes, which are equal for equal values, NaN included."""
         if not isinstance(self.value, Tensor):
