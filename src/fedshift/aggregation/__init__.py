@@ -222,7 +222,7 @@ def _sort_clients(models: Models[Client], weights: Mapping[Client, float]) -> li
 
 
 def _read_model(client: Client, model: Mapping[str, Array], first: Client, expected: Mapping[str, Array]) -> State:
-    """Return copies of the entries of ``model``; raise UsageError unless they are like those of client ``first``."""
+    """Return copies of the entries of ``model``; raise UsageError unless client ``first`` has their like."""
     if not isinstance(model, Mapping) or not model or not all(isinstance(name, str) for name in model):
         raise UsageError(f"the model of client {client!r} must be a dictionary from entry names (strings) to arrays")
     for name in [name for name in [*model, *expected] if (name in model) != (name in expected)]:
@@ -265,7 +265,7 @@ def _write(tensor: Tensor, like: Array) -> Array:
 
 
 class _Names:
-    """Entries of a model, of which only names and shapes are known."""
+    """Entries of a model, known by name and shape."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
