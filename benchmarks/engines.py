@@ -39,7 +39,7 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples
-from fedshift.engines.cost_model import count_operations, measure_peak
+from fedshift.engines.auto import count_operations, measure_peak
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS

@@ -14,12 +14,12 @@ from pathlib import Path
 import torch
 
 import fedshift
-from fedshift.core.aggregation import Received
 from fedshift.core.kernel import load_state
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
+from fedshift.core.rule import Received
 from fedshift.core.schedule import Cosine, Schedule
-from fedshift.core.server_round import fold_rules
+from fedshift.core.server_round import fold
 from fedshift.core.states import Update
 from fedshift.core.work import Work
 from fedshift.evaluation.metrics import evaluate
@@ -50,7 +50,7 @@ def measure_again(trial: Trial) -> State:
         measured = load_state(plan, client, trial.server, seen=seen).memory
         update = Update(shared={}, memory=measured, weight=1.0, steps=0)
         received.append(Received(client=name, update=update, weight=1.0, size=1.0, share=1.0))
-    return trial.server.shared | fold_rules(plan, trial.server, received)[1]
+    return trial.server.shared | fold(plan, trial.server, received, {}).shared
 
 
 def compare(method: Method, schedule: Schedule, data: fedshift.Federation) -> list[tuple[float, float]]:

@@ -432,7 +432,7 @@ def scheduled():
             {"optimizer": "tests.test_api:slow"},
             "lr=0.01 differs from the optimizer's: set lr only in the optimizer, or let what makes it take lr",
         ),
-        ({"optimizer": scheduled()}, "optimizer=SGD has a scheduler of torch, which is not called here: give a new"),
+        ({"optimizer": scheduled()}, "optimizer=SGD differs in 'initial_lr' from a new one with its arguments: give"),
         ({"optimizer": fedshift.SGD(lr=0.1), "schedule": "step(every=2)"}, "schedule and optimizer=SGD(lr=0.1"),
         ({"schedule": 3}, "schedule=3 is not a schedule: give a text such as 'cosine(floor=0.1)', fedshift.Cosine"),
         (

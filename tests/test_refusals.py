@@ -2,7 +2,6 @@
 
 import ctypes
 import io
-import math
 import os
 import re
 import resource
@@ -32,32 +31,6 @@ def one_message(outcome, code):
     return outcome.err.removeprefix("fedshift: ").strip()
 
 
-def without_quotes(message):
-    return message.replace("'", "")
-
-
-@pytest.fixture(params=["command line", "Python"])
-def refuse(request, cli):
-    """Ask for what is refused on the command line or in Python; return the message, with settings as ``name=value``."""
-
-    def on_command_line(**settings):
-        flags = [f"--{name.replace('_', '-')}" for name in settings]
-        values = [[] if value is True else [value] for value in settings.values()]
-        given = [word for flag, value in zip(flags, values, strict=True) for word in (flag, *value)]
-        said = one_message(cli("compare", *given), 2)
-        said = re.sub(r"--([a-z-]+) ([^\s:;,)]+)(?=[:;,)]|$| and)", lambda m: f"{m[1].replace('-', '_')}={m[2]}", said)
-        return re.sub(r"--([a-z-]+)", lambda m: m[1].replace("-", "_"), said)
-
-    def in_python(methods="fedavg,fedbn", data="digits", **settings):
-        settings["resume"] = settings.get("resume", False)
-        with pytest.raises(fedshift.UsageError) as refused:
-            fedshift.compare(methods, data=data, **settings)
-        return str(refused.value)
-
-    asked = {"command line": on_command_line, "Python": in_python}[request.param]
-    return lambda **settings: without_quotes(asked(**settings))
-
-
 def label_out_of_range(rewrite):
     rewrite("bob", y_test=np.full(12, 7))
 
@@ -77,50 +50,32 @@ def text_in_place_of_arrays(rewrite):
 @pytest.mark.parametrize(
     ("spoil", "said"),
     [
-        (
-            label_out_of_range,
-            "client 'bob', test data: label 7 is out of range; labels must be 0..2 (correct the labels",
-        ),
+        (label_out_of_range, "client 'bob', test data: label 7 is out of range; labels must be 0..2 (correct"),
         (an_empty_client, "client 'bob' has no sample for train among its 12: its parts must give it some"),
-        (
-            other_channels,
-            "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] with 1 or 3 channels or",
-        ),
+        (other_channels, "samples of shape (17, 8, 8, 4); images are [N, H, W], [N, H, W, C] with 1 or 3 channels or"),
         (text_in_place_of_arrays, "bob.npz is not an .npz file, or is cut short: write it again with numpy.savez"),
     ],
-)
-def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, said):
+)  # fmt: skip
+def test_bad_data_is_one_message(cli, tiny_folder, rewrite, tmp_path, spoil, said):
     spoil(rewrite)
-    assert without_quotes(said) in refuse(data=str(tiny_folder), out="out")
+    assert said in one_message(cli("compare", "--data", tiny_folder, "--out", "out"), 2)
     assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize(
     ("settings", "about"),
     [
-        ({"lr": math.nan}, ("lr",)),
-        ({"lr": math.inf}, ("lr",)),
-        ({"lr": "fast"}, ("lr",)),
         ({"lr": -1, "validation": 2}, ("lr", "validation")),
-        ({"rounds": 2.5}, ("rounds",)),
-        ({"participation": 0}, ("participation",)),
         ({"participation": 9}, ("participation",)),
-        ({"seeds": 0}, ("seeds",)),
-        ({"seeds": "a"}, ("seeds",)),
         ({"target_metric": 90}, ("target_metric",)),
-        ({"workers": 1.5}, ("workers",)),
         ({"methods": "fedavg,fedavg"}, ("methods",)),
         ({"methods": "fedprox(mu=a)"}, ("methods",)),
         ({"methods": "fedprox(nu=1)"}, ("methods",)),
-        ({"methods": "fedbn("}, ("methods",)),
         ({"methods": ""}, ("methods",)),
         ({"methods": "nowhere:method"}, ("methods",)),
         ({"model": "torch.nn:Linear"}, ("model",)),
-        ({"model": "math:pi"}, ("model",)),
         ({"optimizer": "adamw(beta3=1)"}, ("optimizer",)),
         ({"optimizer": "adamw(beta1=2)"}, ("optimizer",)),
-        ({"optimizer": "sgd,adamw"}, ("optimizer",)),
-        ({"optimizer": "adamw(momentum=0.9)"}, ("optimizer",)),
         ({"optimizer": "sgd(nesterov=True)"}, ("optimizer",)),
         ({"loss": "focal(gamma=-1)"}, ("loss",)),
         ({"loss": "focal(weights=(1.0, 2.0))"}, ("loss",)),
@@ -136,7 +91,6 @@ def test_bad_data_is_one_message(refuse, tiny_folder, rewrite, tmp_path, spoil, 
         ({"data": "tiny", "samples": 20}, ("samples",)),
         ({"data": "tiny", "validation": 0.99}, ("validation",)),
         ({"data": "tiny", "out": "tiny"}, ("out",)),
-        ({"data": "tiny", "out": "tiny/ann.npz"}, ("out",)),
         ({"data": "tiny", "newcomers": "*"}, ("newcomers",)),
     ],
 )  # fmt: skip
@@ -174,11 +128,9 @@ def test_a_message_speaks_python_or_flags(cli, tiny_folder, settings, in_python,
     ("normalize", "whole", ("half", "imagenet", "unit", "client")),
     ("unseen", "none", ("skip", "average")),
 ])  # fmt: skip
-def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(refuse, name, value, allowed):
-    said = refuse(**{name: value})
-    assert value in said
-    assert name in said
-    assert all(each in said for each in allowed)
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(cli, name, value, allowed):
+    said = one_message(cli("compare", f"--{name}", value), 2)
+    assert all(word in said for word in (name, value, *allowed))
 
 
 @pytest.mark.parametrize(
@@ -219,20 +171,18 @@ def test_an_error_of_a_plug_in_is_one_message_too(cli, tiny_folder, tmp_path, mo
 def test_an_error_of_a_network_in_training_names_its_line(cli, tiny_folder, tmp_path, monkeypatch):
     (tmp_path / "later.py").write_text(
         "from torch import nn\n"
-        "class Net(nn.Module):\n"
+        "class Net(nn.Sequential):\n"
         "    def __init__(self, shape, classes):\n"
-        "        super().__init__()\n"
-        "        self.last = nn.Linear(192, classes)\n"
+        "        super().__init__(nn.Flatten(), nn.Linear(192, classes))\n"
         "    def forward(self, x):\n"
         "        assert len(x) < 12\n"
-        "        return self.last(x.flatten(1))\n"
+        "        return super().forward(x)\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     words = ("run", "--data", tiny_folder, "--model", "later:Net", "--method", "fedavg", "--rounds", 1)
     said = one_message(cli(*words), 1)
-    assert said.startswith(
-        "a user-defined function failed with AssertionError (later.py, line 7, in forward): correct it"
-    )
+    why = "a user-defined function failed with AssertionError (later.py, line 6, in forward): correct it"
+    assert said.startswith(why)
     assert "--debug shows how it was called" in said
 
 
@@ -464,16 +414,15 @@ def test_a_directory_in_use_and_one_occupied_are_refused(cli, unpublished, tiny_
     assert cli("run", "--resume", "out").code == 0
 
 
-@pytest.mark.parametrize("spoil", ["flip", "cut"])
-def test_a_damaged_checkpoint_is_one_message_and_exit_code_1(cli, unpublished, tiny_folder, tmp_path, spoil):
+def test_a_damaged_checkpoint_is_one_message_and_exit_code_1(cli, unpublished, tiny_folder, tmp_path):
     assert cli("run", "--data", tiny_folder, "--rounds", 1, "--out", "out").code == 0
     checkpoint = tmp_path / "out" / CHECKPOINT
-    content = bytearray(checkpoint.read_bytes())
-    content[-100] ^= 1
-    checkpoint.write_bytes(content if spoil == "flip" else content[:-100])
-    said = one_message(cli("run", "--resume", "out", "--rounds", 2), 1)
-    assert said.startswith(f"checkpoint out/{CHECKPOINT} is corrupt")
-    assert said.endswith("restore the file from a copy, or remove its folder to begin this trial again from round 1")
+    content = checkpoint.read_bytes()
+    for spoiled in (content[:-100], content[:-100] + bytes([content[-100] ^ 1]) + content[-99:]):
+        checkpoint.write_bytes(spoiled)
+        said = one_message(cli("run", "--resume", "out", "--rounds", 2), 1)
+        assert said.startswith(f"checkpoint out/{CHECKPOINT} is corrupt")
+        assert said.endswith("from a copy, or remove its folder to begin this trial again from round 1")
 
 
 def test_a_diverging_run_says_where_keeps_the_last_good_round_and_exits_with_1(cli, unpublished, tiny_folder, tmp_path):

@@ -21,9 +21,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         load_data as load_data,
         read_run as read_run,
     )
-    from .core.aggregation import Aggregated as Aggregated
-    from .core.aggregation import Aggregation as Aggregation
-    from .core.aggregation import Received as Received
+
     from .core.declarations import Phase as Phase
     from .core.declarations import Send as Send
     from .core.rule import Declared as Declared
@@ -136,7 +134,6 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
 _HOME = {
     "api": ("Comparison", "advise", "compare", "load_data", "read_run"),
     "utils.errors": ("FedshiftError", "UsageError"),
-    "core.aggregation": ("Aggregated", "Aggregation", "Received"),
     "core.declarations": ("Phase", "Send"),
     "core.method": ("Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),

@@ -16,7 +16,7 @@ from fedshift.evaluation.statistics_lag import may_lag
 from fedshift.methods import METHODS
 from fedshift.tasks import CLASSIFICATION
 from fedshift.utils.errors import UsageError
-from tests.methods.plain import SHARES, batches, trial
+from tests.methods.plain import SHARES, trial
 
 X = torch.zeros(1, 1, 4, 4, dtype=torch.float64)
 
@@ -111,39 +111,8 @@ def test_a_buffer_is_what_training_shows(layer, kinds):
     assert not plan.personalizes
     assert plan.personal == {f"2.{name}" for name, kind in kinds.items() if kind in ("state", "hidden")}
     assert plan.sent == {entry.name for entry in plan.entries if entry.kind != "hidden"}
-
-
-def train(model, client, number):
-    """Take the steps of a client's pass ``number`` in plain PyTorch."""
-    sgd = torch.optim.SGD(model.train().parameters(), lr=0.1)
-    for x, y in batches(client, number):
-        sgd.zero_grad()
-        F.cross_entropy(model(x), y).backward()
-        sgd.step()
-
-
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_state_stays_on_its_client_and_the_server_has_that_of_the_largest(engine):
-    server = recalled()
-    running = trial(METHODS.parse("fedavg"), lambda *_: recalled(), engine=engine)
-    models = {name: copy.deepcopy(server) for name in SHARES}
-    for number in range(3):
-        for client, model in models.items():
-            model.load_state_dict(dict(server.named_parameters()), strict=False)
-            train(model, client, number)
-        mean = {
-            name: sum(share * dict(models[client].named_parameters())[name] for client, share in SHARES.items())
-            for name, _ in server.named_parameters()
-        }
-        server.load_state_dict(mean | dict(models["a"].named_buffers()))
-        running.advance()
-    state = running.model_state(None)
-    assert all(torch.allclose(state[name], tensor, atol=1e-12) for name, tensor in server.state_dict().items())
-    for client, model in models.items():
-        kept = running.clients[client].personal
-        assert kept.keys() == {"2.rows", "2.at"}
-        assert all(torch.allclose(tensor, model.state_dict()[name], atol=1e-12) for name, tensor in kept.items())
-    assert any("each client keeps its state" in text for text in describe_buffers(running.plan))
+    stays = any("each client keeps its state" in text for text in describe_buffers(plan))
+    assert stays == ("state" in kinds.values())
 
 
 @pytest.mark.parametrize("method", ["fedavg", "fedadam", "median", "fedap", "dp(noise_multiplier=0.1)", "fedpac"])
@@ -157,24 +126,7 @@ def test_vectors_of_spectral_norm_belong_to_the_weight_of_every_model(method):
         assert torch.linalg.matrix_norm(model[2][0].weight, 2).item() == pytest.approx(1, abs=1e-9)
 
 
-def test_one_client_with_spectral_norm_is_plain_pytorch():
-    running = trial(METHODS.parse("fedavg"), spectral, newcomers=("b",))
-    model = spectral()
-    for number in range(3):
-        train(model, "a", number)
-        running.advance()
-    assert all(torch.allclose(running.server.shared[name], t, atol=1e-12) for name, t in model.state_dict().items())
-
-
-NAMES = {
-    "weight": "scale",
-    "bias": "shift",
-    "running_mean": "mu",
-    "running_var": "spread",
-    "num_batches_tracked": "seen",
-}
-
-
+NAMES = dict(zip(nn.BatchNorm1d(1).state_dict(), ("scale", "shift", "mu", "spread", "seen"), strict=True))
 TREATED = [
     (method, "sequential", F.batch_norm) for method in ("silobn", "fixbn", "fedap", "greg", "partialfed_adaptive")
 ]
@@ -227,7 +179,7 @@ def test_infinite_and_large_constants_diverge_nowhere(method, engine):
 
 @pytest.mark.parametrize("method", ["dp", "median", "krum", "trimmed_mean"])
 def test_state_of_single_clients_is_refused_where_they_are_protected(method):
-    with pytest.raises(UsageError, match=r"training changes the buffer '2\.rows' of a Buffered"):
+    with pytest.raises(UsageError, match=r"would take '2\.rows', a buffer of a Buffered, from one client"):
         plan_of(method, recalled())
     plan_of(method, network(Buffered(mask=torch.tensor([-torch.inf]))))
 
@@ -268,5 +220,5 @@ class Root(nn.Linear):
 def test_freezing_statistics_does_not_freeze_what_stands_beside_them():
     plan = plan_of("fedbn", network(Root()))
     assert plan.personal == {"2.mu", "2.spread"}
-    with pytest.raises(UsageError, match=r"'2\.mu' belongs to a Root, with other layers that would be frozen"):
+    with pytest.raises(UsageError, match=r"'2\.mu' belongs to a Root, which contains layers that would be frozen"):
         plan_of("fixbn", network(Root()))

@@ -4,15 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.core.aggregation import Aggregated, Aggregation, average
 from fedshift.core.kernel import broadcast
 from fedshift.core.method import Method
 from fedshift.core.mixes import Mixes
+from fedshift.core.rule import Folded, Rule
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.methods import plain
 from tests.methods.others import layer_mixes
-from tests.methods.received import receive
 
 
 def draw(shape, seed):
@@ -70,14 +69,14 @@ def test_each_client_starts_each_layer_from_its_own_mix_of_the_uploads():
             ), name
 
 
-class Wrong(Aggregation):
-    mixes = True
+class Wrong(Rule):
+    aggregates = mixes = True
 
-    def __init__(self, weights):
-        self.weights = weights
+    def __init__(self, **folded):
+        self.folded = folded
 
-    def __call__(self, plan, server, received):
-        return Aggregated(entries=average(received), mixes={"a": self.weights})
+    def fold(self, server):
+        return Folded(entries=server.entries, **self.folded)
 
 
 @pytest.mark.parametrize(
@@ -91,45 +90,16 @@ class Wrong(Aggregation):
 )
 def test_weights_that_do_not_fit_are_refused_by_entry_and_client(weights, why):
     with pytest.raises(UsageError, match=rf"method 'fedavg': Wrong .*{why}"):
-        plain.trial(Method().with_aggregation(Wrong(weights))).advance()
+        plain.trial(Method().with_rule(Wrong(mixes={"a": weights}))).advance()
 
 
-def undeclared(plan, server, received):
-    return Aggregated(entries=average(received), kept={"seen": torch.ones(1)})
+class Undeclared(Wrong):
+    mixes = False
 
 
-def test_what_is_kept_or_mixed_without_a_declaration_is_refused():
-    why = r"undeclared returns Aggregated\(kept=...\) without informing sites: declare keeps = True"
+@pytest.mark.parametrize(("field", "flag"), [("kept", "keeps"), ("mixes", "mixes")])
+def test_what_is_kept_or_mixed_without_a_declaration_is_refused(field, flag):
+    value = torch.ones(2) / 2 if field == "kept" else {"": torch.ones(2) / 2}
+    why = rf"Undeclared {flag} 'a' without informing sites: declare {flag} = True in Undeclared"
     with pytest.raises(UsageError, match=why):
-        plain.trial(Method().with_aggregation(undeclared)).advance()
-    Wrong.mixes = False
-    try:
-        with pytest.raises(UsageError, match=r"returns Aggregated\(mixes=...\) .*: declare mixes = True"):
-            plain.trial(Method().with_aggregation(Wrong({"": torch.ones(2) / 2}))).advance()
-    finally:
-        Wrong.mixes = True
-
-
-def halved(plan, server, received):
-    return {name: (tensor / 2).to(tensor.dtype) for name, tensor in average(received).items()}
-
-
-def test_a_plain_function_of_plan_server_and_what_was_received_aggregates():
-    method = Method().with_aggregation(halved)
-    assert "aggregate halved by" in method.text
-    half, mean = plain.trial(method), plain.trial(Method())
-    half.advance()
-    mean.advance()
-    for name, tensor in mean.server.shared.items():
-        assert (half.server.shared[name] - (tensor / 2).to(tensor.dtype)).abs().max() <= 1e-12
-
-
-def test_a_function_in_a_methods_field_is_refused_with_what_to_do():
-    with pytest.raises(UsageError, match="is not an Aggregation: pass a function to with_aggregation"):
-        Method(aggregate=halved)
-
-
-def test_a_client_is_known_by_name_weight_and_what_it_sent_for_a_rule():
-    first, second = receive([{}, {}], weights=[0.25, 0.75], kinds=(int, str), memory=[({}, {"s": torch.ones(1)})] * 2)
-    assert (first.client, second.client, second.weight) == ("a", "b", 0.75)
-    assert second.of(str).keys() == {"s"}
+        plain.trial(Method().with_rule(Undeclared(**{field: {"a": value}}))).advance()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fedshift.core.shares import bound_shares
+from fedshift.core.means import bound_shares
 
 WEIGHTS = st.lists(st.floats(1e-3, 1e9), min_size=3, max_size=9)
 

@@ -9,27 +9,28 @@ from sklearn import metrics as sk
 from torch import nn
 
 from fedshift.core.loss import (
-    LOSSES,
-    AbsoluteError,
-    BinaryCrossEntropy,
-    BinaryFocal,
-    CrossEntropy,
-    Dice,
-    DiceCrossEntropy,
-    Focal,
-    Huber,
-    SquaredError,
+    binary_cross_entropy,
+    binary_focal,
+    cross_entropy,
+    dice,
+    dice_cross_entropy,
+    focal,
+    huber,
+    mae,
+    make_loss,
+    mse,
 )
 from fedshift.tasks.segmentation import LEFT_OUT
-from fedshift.utils.errors import UsageError
+from tests.core.test_loss import EVERY, batch
 
 K, WEIGHTS = 3, (0.5, 2.0, 1.0)
+WEIGHTED = [{}, {"weights": WEIGHTS}]
 OF_MASKS = [
-    CrossEntropy(), CrossEntropy(weights=WEIGHTS), CrossEntropy(smoothing=0.1), Focal(), Focal(weights=WEIGHTS), Dice(),
-    Dice(weights=WEIGHTS), DiceCrossEntropy(), DiceCrossEntropy(weights=WEIGHTS),
-]  # fmt: skip
-OF_LABELS = [BinaryCrossEntropy(), BinaryCrossEntropy(weights=WEIGHTS), BinaryFocal(), BinaryFocal(weights=WEIGHTS)]
-OF_NUMBERS = [SquaredError(), AbsoluteError(), Huber(delta=0.7)]
+    make_loss(cross_entropy, smoothing=0.1),
+    *(make_loss(each, **given) for each in (cross_entropy, focal, dice, dice_cross_entropy) for given in WEIGHTED),
+]
+OF_LABELS = [make_loss(each, **given) for each in (binary_cross_entropy, binary_focal) for given in WEIGHTED]
+OF_NUMBERS = [make_loss(mse), make_loss(mae), make_loss(huber, delta=0.7)]
 
 
 def masks(seed=0, ignored=0.2):
@@ -45,8 +46,14 @@ def numbers(seed=0, binary=False):
     return torch.randn(6, K, generator=random, dtype=torch.float64), (y > 0).double() if binary else y
 
 
-def arguments(loss, seed=0):
-    return masks(seed) if "segmentation" in loss.tasks else numbers(seed, binary="multilabel" in loss.tasks)
+def labels(seed=0):
+    return numbers(seed, binary=True)
+
+
+CASES = [
+    *((loss, batch) for loss in EVERY), *((loss, masks) for loss in OF_MASKS),
+    *((loss, labels) for loss in OF_LABELS), *((loss, numbers) for loss in OF_NUMBERS),
+]  # fmt: skip
 
 
 def soft_dice(scores, y, smooth=1.0, weights=None):
@@ -64,16 +71,16 @@ def test_cross_entropy_of_masks_is_torchs(weights):
     scores, y = masks()
     given = None if weights is None else torch.tensor(weights, dtype=torch.float64)
     torchs = nn.functional.cross_entropy(scores, y, given)
-    assert CrossEntropy(weights=weights)(scores, y).item() == pytest.approx(torchs.item(), rel=1e-12)
+    assert make_loss(cross_entropy, weights=weights)(scores, y).item() == pytest.approx(torchs.item(), rel=1e-12)
     summed = torchs.item() + soft_dice(scores, y, weights=weights)
-    assert DiceCrossEntropy(weights=weights)(scores, y).item() == pytest.approx(summed, rel=1e-12)
+    assert make_loss(dice_cross_entropy, weights=weights)(scores, y).item() == pytest.approx(summed, rel=1e-12)
 
 
 @pytest.mark.parametrize("weights", [None, WEIGHTS])
 @pytest.mark.parametrize("smooth", [0.1, 1.0])
 def test_dice_is_its_formula(smooth, weights):
     scores, y = masks()
-    loss = Dice(smooth=smooth, weights=weights)
+    loss = make_loss(dice, smooth=smooth, weights=weights)
     assert loss(scores, y).item() == pytest.approx(soft_dice(scores, y, smooth, weights), rel=1e-12)
 
 
@@ -81,13 +88,13 @@ def test_dice_of_certain_predictions_is_one_minus_the_f1_score_of_scikit_learn()
     scores, y = masks()
     known = y != LEFT_OUT
     expected = sk.f1_score(y[known], scores.argmax(1)[known], average=None)[1:].mean()
-    assert Dice(smooth=1e-9)(1e4 * scores, y).item() == pytest.approx(1 - expected, abs=1e-6)
+    assert make_loss(dice, smooth=1e-9)(1e4 * scores, y).item() == pytest.approx(1 - expected, abs=1e-6)
 
 
 def test_focal_of_masks_is_that_of_their_pixels_that_are_not_left_out():
     scores, y = masks()
     known = y != LEFT_OUT
-    for loss in (Focal(), Focal(gamma=0.5), Focal(weights=WEIGHTS)):
+    for loss in (make_loss(focal), make_loss(focal, gamma=0.5), make_loss(focal, weights=WEIGHTS)):
         pixels = loss(scores.movedim(1, -1)[known], y[known])
         assert loss(scores, y).item() == pytest.approx(pixels.item(), rel=1e-12)
 
@@ -105,9 +112,9 @@ def test_pixels_that_are_left_out_do_not_matter(loss):
     assert not gradient.any()
 
 
-@pytest.mark.parametrize("loss", [*OF_MASKS, *OF_LABELS, *OF_NUMBERS], ids=str)
-def test_losses_and_gradients_of_many_at_once_are_those_of_each(loss):
-    pairs = [arguments(loss, seed) for seed in range(3)]
+@pytest.mark.parametrize(("loss", "draw"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_losses_and_gradients_of_many_at_once_are_those_of_each(loss, draw):
+    pairs = [draw(seed=seed) for seed in range(3)]
     outputs, targets = (torch.stack(each) for each in zip(*pairs, strict=True))
     gradients, values = torch.func.vmap(torch.func.grad_and_value(loss))(outputs, targets)
     for place, pair in enumerate(pairs):
@@ -116,51 +123,31 @@ def test_losses_and_gradients_of_many_at_once_are_those_of_each(loss):
         torch.testing.assert_close(gradients[place], gradient, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("loss", [*OF_MASKS, *OF_LABELS, *OF_NUMBERS], ids=str)
-def test_gradients_are_slopes(loss):
-    outputs, y = arguments(loss)
+@pytest.mark.parametrize(("loss", "draw"), CASES, ids=lambda value: getattr(value, "__name__", str(value)))
+def test_gradients_are_slopes(loss, draw):
+    outputs, y = draw()
     assert torch.autograd.gradcheck(lambda outputs: loss(outputs, y), outputs.clone().requires_grad_())
 
 
 def test_losses_of_labels_are_torchs_and_their_formula():
     scores, y = numbers(binary=True)
     expected = np.mean([sk.log_loss(y[:, k], scores[:, k].sigmoid()) for k in range(K)])
-    assert BinaryCrossEntropy()(scores, y).item() == pytest.approx(expected, rel=1e-12)
+    assert make_loss(binary_cross_entropy)(scores, y).item() == pytest.approx(expected, rel=1e-12)
     p, weight = scores.sigmoid(), torch.tensor(WEIGHTS, dtype=torch.float64)
     terms = -weight * y * p.log() - (1 - y) * (1 - p).log()
-    assert BinaryCrossEntropy(weights=WEIGHTS)(scores, y).item() == pytest.approx(terms.mean().item(), rel=1e-12)
+    assert make_loss(binary_cross_entropy, weights=WEIGHTS)(scores, y).item() == pytest.approx(
+        terms.mean().item(), rel=1e-12
+    )
     missing = torch.where(y == 1, 1 - p, p)
-    focal = BinaryFocal(gamma=1.5, weights=WEIGHTS)(scores, y)
-    assert focal.item() == pytest.approx((missing**1.5 * terms).mean().item(), rel=1e-12)
-    assert BinaryFocal(gamma=0)(scores, y).item() == pytest.approx(expected, rel=1e-12)
+    found = make_loss(binary_focal, gamma=1.5, weights=WEIGHTS)(scores, y)
+    assert found.item() == pytest.approx((missing**1.5 * terms).mean().item(), rel=1e-12)
+    assert make_loss(binary_focal, gamma=0)(scores, y).item() == pytest.approx(expected, rel=1e-12)
 
 
 def test_losses_of_numbers_are_their_formulas():
     outputs, y = numbers()
     error = (outputs - y).abs().numpy()
-    assert SquaredError()(outputs, y).item() == pytest.approx(sk.mean_squared_error(y, outputs), rel=1e-12)
-    assert AbsoluteError()(outputs, y).item() == pytest.approx(sk.mean_absolute_error(y, outputs), rel=1e-12)
-    huber = np.where(error <= 0.7, error**2 / 2, 0.7 * (error - 0.35)).mean()
-    assert Huber(delta=0.7)(outputs, y).item() == pytest.approx(huber, rel=1e-12)
-
-
-@pytest.mark.parametrize("name", LOSSES.entries)
-def test_every_loss_is_read_from_its_text(name):
-    loss = LOSSES.parse(name)
-    assert (str(loss), LOSSES.parse(str(loss))) == (name, loss)
-    assert loss.tasks
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("mse(weights=(1.0,))", "mse: weights=.*this loss has no weights; leave them out"),
-        ("huber(delta=0)", "huber: delta=0 must be a number above 0"),
-        ("binary_focal(weights='balanced')", "binary_focal: weights='balanced': give a number for each label"),
-        ("dice(smooth=0)", "dice: smooth=0 must be a number above 0"),
-        ("binary_focal(gamma=-1)", "binary_focal: gamma=-1 must be a number of 0 or more"),
-    ],
-)
-def test_wrong_arguments_are_refused(text, message):
-    with pytest.raises(UsageError, match=message):
-        LOSSES.parse(text)
+    assert make_loss(mse)(outputs, y).item() == pytest.approx(sk.mean_squared_error(y, outputs), rel=1e-12)
+    assert make_loss(mae)(outputs, y).item() == pytest.approx(sk.mean_absolute_error(y, outputs), rel=1e-12)
+    expected = np.where(error <= 0.7, error**2 / 2, 0.7 * (error - 0.35)).mean()
+    assert make_loss(huber, delta=0.7)(outputs, y).item() == pytest.approx(expected, rel=1e-12)

@@ -1,7 +1,5 @@
 """How an engine is chosen: by the work, by timings that are remembered, and on resume by what the run began with."""
 
-import json
-
 import pytest
 import torch
 from torch import nn
@@ -9,10 +7,11 @@ from torch import nn
 from fedshift.core.optimizer import SGD, as_optimizer
 from fedshift.core.work import Work
 from fedshift.data.digits import digits
-from fedshift.engines import auto, cost_model
-from fedshift.engines.cost_model import count_operations, measure_peak
+from fedshift.engines import auto
+from fedshift.engines.auto import count_operations, measure_peak
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
+from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 
@@ -26,20 +25,29 @@ def network(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, 40), nn.BatchNorm1d(40), nn.Linear(40, classes))
 
 
+def linear(shape, classes):
+    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, classes))
+
+
 def trial(data, method=None, model=network, **changes):
     settings = {"rounds": 10**6, "work": Work(batch_size=10, epochs=1), "optimizer": SGD(lr=0.1), "evaluate_every": 99}
     return Trial(method or fedbn(), model, data, Settings(**{**settings, **changes}), 0)
 
 
 @pytest.fixture
-def timings(monkeypatch, tmp_path):
+def cache(monkeypatch, tmp_path):
+    """An empty cache, and a machine of four processors."""
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
+    monkeypatch.setattr(auto, "available_processors", lambda: 4)
+
+
+@pytest.fixture
+def timings(cache, monkeypatch):
     """Seconds of a client's step on each engine, and how often they were taken."""
     taken = []
 
     def set_to(**seconds):
-        monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
         monkeypatch.setattr(auto, "_time_engines", lambda *_: taken.append(1) or seconds)
-        monkeypatch.setattr(auto, "available_processors", lambda: 4)
         return taken
 
     return set_to
@@ -54,19 +62,13 @@ def test_operations_are_three_forward_passes_of_products_and_convolutions(data):
 
 def test_little_work_runs_one_client_after_another_and_is_not_timed(data, timings):
     taken = timings(sequential=1.0, stacked=0.1)
-    assert trial(data, rounds=1).engine_choice.engine == "sequential"
-    assert "too few" in trial(data, rounds=1).engine_choice.reason
-    assert not taken
-
-
-def linear(shape, classes):
-    return nn.Sequential(nn.Flatten(), nn.Linear(3 * 28 * 28, classes))
-
-
-def test_one_plain_step_a_round_is_one_big_batch(data):
+    choice = trial(data, rounds=1).engine_choice
+    assert (choice.engine, choice.threads) == ("sequential", 1)
+    assert "too few" in choice.reason
     choice = trial(data, fedavg(), linear, work=Work(batches=1), rounds=1).engine_choice
-    assert choice.engine == "identity"
+    assert (choice.engine, choice.threads) == ("identity", None)
     assert "one step on all batches" in choice.reason
+    assert not taken
 
 
 @pytest.mark.parametrize("fastest", ["identity", "stacked"])
@@ -74,16 +76,6 @@ def test_of_one_big_batch_and_clients_side_by_side_the_faster_is_chosen(data, ti
     monkeypatch.setattr(auto, "LITTLE", 1)
     timings(**{"identity": 0.002, "stacked": 0.002, "sequential": 0.01, fastest: 0.001})
     assert trial(data, fedavg(), linear, work=Work(batches=1)).engine_choice.engine == fastest
-
-
-@pytest.mark.slow
-def test_where_one_big_batch_is_possible_whole_rounds_are_timed(data, monkeypatch, tmp_path):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(auto, "LITTLE", 1)
-    ran = []
-    monkeypatch.setattr(auto.Identity, "train", lambda _, __, clients: ran.append(len(clients)) or ())
-    assert trial(data, fedavg(), linear, work=Work(batches=1)).engine_choice.engine == "identity"
-    assert set(ran) == {len(data.clients)}
 
 
 @pytest.mark.parametrize(
@@ -107,7 +99,7 @@ def test_the_fastest_is_chosen_and_the_others_times_are_told(data, timings, seco
 
 
 def test_of_an_optimizer_of_torch_the_choice_says_what_the_stacked_engine_cannot(data, timings):
-    timings(sequential=1.0, pool=0.5)
+    timings(sequential=1.0, stacked=0.1, pool=0.5)  # as of a network that prints the same
     choice = trial(data, optimizer=as_optimizer(torch.optim.NAdam, lr=0.1)).engine_choice
     assert choice.engine == "pool"
     assert "the stacked engine cannot run" in choice.reason
@@ -123,45 +115,48 @@ def test_starting_processes_must_pay_for_a_run(data, timings, monkeypatch):
 
 def test_timings_are_remembered_by_what_they_depend_on(data, timings):
     taken = timings(sequential=0.003, stacked=0.001)
-    for _ in range(2):
-        assert trial(data).engine_choice.engine == "stacked"
-    assert len(taken) == 1
-    assert trial(data, work=Work(batch_size=5, epochs=1)).engine_choice.engine == "stacked"
-    assert len(taken) == 2
+    for batch_size, times in ((10, 1), (10, 1), (5, 2)):
+        assert trial(data, work=Work(batch_size=batch_size, epochs=1)).engine_choice.engine == "stacked"
+        assert len(taken) == times
 
 
-@pytest.mark.parametrize("content", ["", "[]", '{"x": 1', "\x00"])
-def test_a_damaged_memory_is_made_again(data, timings, tmp_path, content):
-    taken = timings(sequential=0.003, stacked=0.001)
-    (tmp_path / "engines.json").write_text(content)
-    assert trial(data).engine_choice.engine == "stacked"
-    assert trial(data).engine_choice.engine == "stacked"
-    assert len(taken) == 1
-    assert json.loads((tmp_path / "engines.json").read_text())
+@pytest.mark.parametrize(
+    ("method", "changes", "timed", "steps"),
+    [
+        (fedavg(), {}, 6, {"sequential": 2, "stacked": 6}),  # the first steps of some clients
+        (fedavg(), {}, 100, {"sequential": 10, "stacked": 50}),  # whole rounds
+        (ditto(epochs=1), {}, 6, {"sequential": 2 + 2, "stacked": 3 * (2 + 2)}),  # with the phase of a model beside
+        (fedavg(), {"model": linear, "work": Work(batches=1)}, 100, {"sequential": 1, "stacked": 5, "identity": 5}),
+        (fedavg(), {"optimizer": as_optimizer(torch.optim.NAdam, lr=0.1)}, 6, {"sequential": 6}),
+    ],
+    ids=["short", "whole", "phases", "one step", "sequential only"],
+)
+def test_rounds_are_timed_by_step_on_every_engine_that_can_run_them(
+    data, cache, monkeypatch, method, changes, timed, steps
+):
+    def time_in_turns(works, *_):
+        for work in works.values():
+            work()
+        return dict.fromkeys(works, 12.0)
 
-
-def test_a_place_that_cannot_be_written_costs_only_the_memory(data, timings, tmp_path, monkeypatch):
-    timings(sequential=0.003, stacked=0.001)
-    (tmp_path / "file").write_text("")
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "file" / "below"))
-    assert trial(data).engine_choice.engine == "stacked"
+    monkeypatch.setattr(auto, "time_in_turns", time_in_turns)
+    running = trial(data, method, **{"work": Work(batch_size=10, epochs=5), **changes})
+    monkeypatch.setattr(auto, "TIMED", timed * auto._count_step(running.plan, running.train) / auto.LITTLE)
+    before = running.plan.initial["1.weight"].clone()
+    found = auto._time_engines(running.plan, running.train, 5, 4, None, False)
+    assert found == {name: 12 / count for name, count in steps.items()} | {"pool": 12 / steps["sequential"]}
+    assert torch.equal(before, running.plan.initial["1.weight"])
 
 
 @pytest.mark.slow
-def test_engines_are_timed_for_real(data, monkeypatch, tmp_path):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
-    monkeypatch.setattr(auto, "available_processors", lambda: 2)
+def test_engines_are_timed_for_real(data, cache):
     threads = torch.get_num_threads()
     running = trial(data)
-    before = running.plan.initial["1.weight"].clone()
-    assert running.engine_choice.engine in ("sequential", "stacked", "pool")
-    (found,) = json.loads((tmp_path / "engines.json").read_text()).values()
-    assert found.keys() == {"sequential", "stacked", "pool"} | (
-        {"sequential on one thread", "stacked on one thread"} if threads > 1 else set()
-    )
-    assert all(value > 0 for value in found.values())
+    seconds = auto._time_engines(running.plan, running.train, 5, 2, None, False)
+    alone = {"sequential on one thread", "stacked on one thread"} if threads > 1 else set()
+    assert seconds.keys() == {"sequential", "stacked", "pool"} | alone
+    assert all(value > 0 for value in seconds.values())
     assert torch.get_num_threads() == threads
-    assert torch.equal(before, running.plan.initial["1.weight"])
 
 
 def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, monkeypatch):
@@ -170,10 +165,12 @@ def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, mo
     monkeypatch.setattr(
         "fedshift.engines.sequential.client_step_", lambda *_: seen.append(torch.get_num_threads()) or 1 / 0
     )
+    running = trial(data)
+    assert running.engine_choice.threads == 1
     torch.set_num_threads(2)
     try:
         with pytest.raises(ZeroDivisionError):
-            trial(data).advance()
+            running.advance()
         assert torch.get_num_threads() == 2
         assert seen == [1]
     finally:
@@ -204,7 +201,7 @@ def test_the_peak_is_measured_and_leaves_the_threads_alone():
 
 def test_works_take_turns_of_one_length_whatever_slows_them(monkeypatch):
     now, ran = [0.0], []
-    monkeypatch.setattr(cost_model.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(auto.time, "perf_counter", lambda: now[0])
 
     def work(name, seconds):
         def run():
@@ -213,7 +210,7 @@ def test_works_take_turns_of_one_length_whatever_slows_them(monkeypatch):
 
         return run
 
-    found = cost_model.time_in_turns({"short": work("short", 0.001), "long": work("long", 0.03)}, 5, 0.05)
+    found = auto.time_in_turns({"short": work("short", 0.001), "long": work("long", 0.03)}, 5, 0.05)
     assert found == {"short": pytest.approx(0.001), "long": pytest.approx(0.03)}
     turns = ran[4:]  # two runs of each to see how long one takes
     assert turns == (["short"] * 50 + ["long"] * 2) * 5

@@ -14,8 +14,7 @@ from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.engines import stacked, stepper
-from fedshift.engines.cost_model import measure_activations
-from fedshift.engines.engine import Diverged
+from fedshift.engines.engine import Diverged, measure_activations
 from fedshift.engines.stacked import Stacked, defer
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial

@@ -10,7 +10,7 @@ from sklearn.metrics import accuracy_score, balanced_accuracy_score, roc_auc_sco
 from torch import nn
 
 from fedshift.core.kernel import init_server
-from fedshift.core.loss import CrossEntropy, Focal
+from fedshift.core.loss import cross_entropy, focal, make_loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.work import Work
@@ -78,7 +78,9 @@ def test_evaluation_changes_nothing(network):
     assert all(torch.equal(tensor, plan.initial[name]) for name, tensor in before.items())
 
 
-@pytest.mark.parametrize("loss", [Focal(weights=(1, 5, 2)), CrossEntropy(weights=(1, 5, 2), smoothing=0.3)], ids=str)
+@pytest.mark.parametrize(
+    "loss", [make_loss(focal, weights=(1, 5, 2)), make_loss(cross_entropy, weights=(1, 5, 2), smoothing=0.3)], ids=str
+)
 def test_the_recorded_loss_is_plain_cross_entropy_whatever_is_trained_on(network, loss):
     part = Samples(x=torch.rand(9, 3, 8, 8, generator=torch.Generator().manual_seed(0)), y=torch.arange(9) % 3)
     plain, weighted = plan_of(network), prepare(fedavg(), network, optimizer=SGD(lr=0.0), loss=loss)

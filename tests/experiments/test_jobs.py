@@ -351,7 +351,7 @@ def test_free_memory_is_what_linux_and_the_container_grant(monkeypatch, tmp_path
 def test_counting_operations_leaves_the_compiler_out():
     code = (
         "import sys; from fedshift.experiments.trial import Trial; from fedshift.experiments.settings import Settings\n"
-        "from fedshift.engines.cost_model import count_operations; from fedshift import digits, fedavg\n"
+        "from fedshift.engines.auto import count_operations; from fedshift import digits, fedavg\n"
         "from fedshift.experiments.factory import resolve_model\n"
         "trial = Trial(fedavg(), resolve_model('small-cnn', (3, 28, 28)), digits(), Settings(rounds=1), 0)\n"
         "assert count_operations(trial.plan, trial.train) > 0; assert 'torch._dynamo' not in sys.modules"

@@ -14,7 +14,7 @@ import fedshift
 from fedshift.cli.app import app
 from fedshift.config.settings_file import to_toml
 from fedshift.config.spec import CompareSpec
-from fedshift.core.loss import CrossEntropy, Focal
+from fedshift.core.loss import cross_entropy, focal, make_loss
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD, AdamW
 from fedshift.core.schedule import Cosine, Exponential, Schedule, StepDecay
@@ -74,7 +74,7 @@ class Weighed(Classification):
         ({"methods": fedshift.gn(fedshift.fedavg())}, {"methods": "fedavg+gn"}),
         ({"model": small_cnn}, {"model": "small-cnn"}),
         ({"loss": nn.CrossEntropyLoss(label_smoothing=0.1)}, {"loss": "cross_entropy(smoothing=0.1)"}),
-        ({"loss": Focal(gamma=1.0, weights="balanced")}, {"loss": "focal(weights='balanced', gamma=1.0)"}),
+        ({"loss": make_loss(focal, gamma=1.0, weights="balanced")}, {"loss": "focal(weights='balanced', gamma=1.0)"}),
         (
             {"loss": nn.CrossEntropyLoss(weight=torch.tensor([1.0, 2.0, 3.0]))},
             {"loss": "cross_entropy(weights=(1.0, 2.0, 3.0))"},
@@ -271,8 +271,8 @@ def test_an_augmentation_of_ones_own_has_the_same_name_in_every_process():
 
 
 def test_a_loss_by_value_is_kept(tiny):
-    given = {"methods": "fedavg", "data": tiny, "loss": CrossEntropy(weights="balanced")}
-    assert make_python_experiment(given).settings.loss == CrossEntropy(weights="balanced")
+    given = {"methods": "fedavg", "data": tiny, "loss": make_loss(cross_entropy, weights="balanced")}
+    assert make_python_experiment(given).settings.loss == make_loss(cross_entropy, weights="balanced")
 
 
 def test_a_model_that_is_no_function_is_refused_before_data_are_read():

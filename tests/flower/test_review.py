@@ -20,7 +20,7 @@ from fedshift.core.work import Work, iterate_batches
 from fedshift.evaluation.communication import summarize_method
 from fedshift.experiments.factory import resolve_model
 from fedshift.flower.messages import Exchange, RefusedMessage, to_record
-from fedshift.flower.site.gate import QUESTIONS, _describe_upload
+from fedshift.flower.site.gate import _describe_upload
 from fedshift.flower.site.policy import SitePolicy
 from fedshift.flower.site.record import Record
 from fedshift.flower.site.review import TrialReview, compute_spent, count_uses, passes_of_round
@@ -236,7 +236,7 @@ def test_consent_inspect_record_and_page_name_the_same_with_its_true_bytes(name)
     assert all(group in shown for group in groups)
     assert f"{facts.up:,} bytes up" in shown
     answer = Exchange(kind="trained", facts={}, arrays={"all": to_record(upload)})
-    written = _describe_upload(QUESTIONS["train"], answer, SimpleNamespace(plan=plan))
+    written = _describe_upload(answer, SimpleNamespace(plan=plan))
     assert written["discloses"] == groups
     assert (written["left"]["all"]["bytes"], written["left"]["all"]["names"]) == (facts.up, sorted(upload))
     cells = [tuple(cell.text for cell in row) for row in _leaving_table(facts).rows]

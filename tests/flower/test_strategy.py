@@ -23,6 +23,7 @@ from fedshift import FedshiftError, UsageError
 from fedshift.flower import MethodStrategy, keep_local, prepare_model, transform_gradients_
 from fedshift.flower.messages import from_record, to_record
 from fedshift.methods.agc import _adaptive_clip_grad, agc
+from fedshift.utils.state import is_equal
 
 FEW = {"min_train_nodes": 1, "min_evaluate_nodes": 1, "min_available_nodes": 1}
 
@@ -119,7 +120,7 @@ def test_a_server_optimizer_and_robust_aggregation_are_the_kernels(local_grid):
     _, result = started(grid, fs.median(fs.fedbn()), min_train_nodes=3)
     assert torch.equal(from_record(result.arrays)["3.bias"], WHOLE["3.bias"] + 2)
     strategy, result = started(local_grid({7: adding(1, 3)}), fs.fedadam(fs.fedbn(), lr=0.1))
-    adam = strategy.plan.method.server
+    adam = strategy.plan.method.stepper
     moved = (1 - adam.beta1) / (math.sqrt(adam.beta2 * adam.tau**2 + 1 - adam.beta2) + adam.tau)
     assert torch.allclose(from_record(result.arrays)["3.bias"], WHOLE["3.bias"] + 0.1 * moved)
 
@@ -246,7 +247,7 @@ def test_a_saved_server_goes_on_as_if_it_never_stopped(local_grid, tmp_path):
     assert rest.server.round == whole.server.round == 3
     assert (rest._finished, rest.experiment) == (whole._finished, first.experiment)
     assert all(torch.equal(x, rest.server.shared[name]) for name, x in whole.server.shared.items())
-    assert all(torch.equal(x, rest.server.optimizer[name]) for name, x in whole.server.optimizer.items())
+    assert all(map(is_equal, rest.server.kept, whole.server.kept))
     started(grid := local_grid(clients | {16: adding(0, 1)}), method, **options)
     new = [m.metadata.dst_node_id for m in asked(grid) if "fedshift-first-entries" in m.content["config"]]
     assert new == [16]
@@ -262,7 +263,7 @@ def test_a_saved_server_goes_on_as_if_it_never_stopped(local_grid, tmp_path):
         (fs.fedbn(fs.scaffold()), "method 'fedbn.scaffold' sets rules = scaffold, .*fedshift serve"),
         (fs.fedmmb(batches=5), "sets work = {'batches': 5"),
         (fs.tuned(lr=0.1), "sets optimizer = {'lr': 0.1"),
-        (fs.fednova(), "needs numbers of local steps"),
+        (fs.fednova(), "sets rules = fednova, which is not possible"),
         (replace(fs.fedavg(), freeze=2), "freeze = 2"),
         (replace(fs.fedavg(), pooled="same"), "pooled = same"),
         (fs.single(), "sends nothing"),

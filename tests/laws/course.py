@@ -10,6 +10,7 @@ from torch import nn
 
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
+from fedshift.core.plan import Plan
 from fedshift.core.states import ServerState, Update
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
@@ -27,27 +28,28 @@ CONSTANTS = {
 """Buffers that no arithmetic leaves as they are."""
 
 
-def network(shape: tuple[int, ...], classes: int) -> nn.Module:
+class Network(nn.Module):
     """Normalization of both kinds, dropout, a shortcut whose BatchNorm has no telling name, what does not train."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.stem = nn.Conv2d(shape[0], 4, 3, padding=1)
-            self.first = nn.BatchNorm2d(4)
-            self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
-            self.subnet = nn.Linear(4 * shape[1] * shape[2], 6)
-            self.second = nn.BatchNorm1d(6)
-            self.dropout = nn.Dropout(0.2)
-            self.head = nn.Linear(6, classes)
-            self.scale = nn.Parameter(torch.full((1,), 0.7), requires_grad=False)
+    def __init__(self, shape: tuple[int, ...], classes: int) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(shape[0], 4, 3, padding=1)
+        self.first = nn.BatchNorm2d(4)
+        self.downsample = nn.Sequential(nn.Conv2d(4, 4, 1), nn.BatchNorm2d(4))
+        self.subnet = nn.Linear(4 * shape[1] * shape[2], 6)
+        self.second = nn.BatchNorm1d(6)
+        self.dropout = nn.Dropout(0.2)
+        self.head = nn.Linear(6, classes)
+        self.scale = nn.Parameter(torch.full((1,), 0.7), requires_grad=False)
 
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            x = torch.relu(self.first(self.stem(x)))
-            x = torch.relu(x + self.downsample(x)).flatten(1)
-            return self.head(self.dropout(torch.relu(self.second(self.subnet(x))))) * self.scale
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.relu(self.first(self.stem(x)))
+        x = torch.relu(x + self.downsample(x)).flatten(1)
+        return self.head(self.dropout(torch.relu(self.second(self.subnet(x))))) * self.scale
 
-    net = Net().double()
+
+def network(shape: tuple[int, ...], classes: int) -> nn.Module:
+    net = Network(shape, classes).double()
     for name, value in CONSTANTS.items():
         net.register_buffer(name, value.clone())
     return net
@@ -80,6 +82,17 @@ def make_trial(method: Method, engine: str = "sequential", **changes: Any) -> Tr
         **changes,
     }
     return Trial(method, model, data, Settings(**settings), seed)
+
+
+PLANS: dict[tuple[str, Any], Plan] = {}
+
+
+def make_plan(method: Method, model: Any = network) -> Plan:
+    """The plan of a trial of the laws, which is made once."""
+    key = method.text, model
+    if key not in PLANS:
+        PLANS[key] = make_trial(method, model=model).plan
+    return PLANS[key]
 
 
 def client_tensors(trial: Trial, name: str) -> State:

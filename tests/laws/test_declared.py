@@ -81,8 +81,10 @@ def test_dp_and_robust_aggregation_refuse_every_send(guard, reveals):
         plan_of(guard().with_rule(Sends(reveals)))
 
 
-@pytest.mark.sampled(20)
-@pytest.mark.parametrize("method", [each for each in FEDERATED if each.aggregate.sums], ids=by_name)
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(
+    "method", [each for each in FEDERATED if not any(rule.aggregates for rule in each.rules)], ids=by_name
+)
 def test_they_refuse_every_method_that_sends_and_no_other_for_it(trial, method):
     sends = any(bound.sends for bound in trial(method).plan.rules)
     for guard in (dp, median):

@@ -76,7 +76,7 @@ def assert_engines_agree(start, running, tolerance=1e-9):
             assert abs(row["loss_sum"] - other["loss_sum"]) <= tolerance
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(7)
 @pytest.mark.parametrize(("outer", "method"), PAIRS, ids=by_name)
 def test_every_engine_equals_the_loop_and_resumes(outer, method):
     for batch_size, model in ((4, network), (None, network), (None, linear)):

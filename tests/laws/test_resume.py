@@ -20,6 +20,7 @@ from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.course import ROUNDS, make_trial
+from tests.methods.plain import advance
 
 
 def pixels():
@@ -35,7 +36,7 @@ def through_disk(trial, fresh, folder):
     return fresh
 
 
-@pytest.mark.sampled(20)
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("engine", ["sequential", "pool", "ray"])
 def test_resumed_equals_uninterrupted(trial, course, method, engine):
     """Through a file, after the round before the last; stacked clients, and other rounds: tests.laws.test_pairs."""
@@ -50,7 +51,7 @@ def test_resumed_equals_uninterrupted(trial, course, method, engine):
 def test_resumed_equals_uninterrupted_with_an_optimizer_of_torch_whose_state_is_kept(method, tmp_path):
     """All methods but those whose claim holds for SGD alone, which refuse it."""
     kept = replace(as_optimizer(partial(torch.optim.RMSprop, momentum=0.5), lr=0.003), keep=True)
-    if any(part.needs_plain_steps for part in (*method.rules, method.aggregate)):
+    if any(rule.needs_plain_steps for rule in method.rules):
         with pytest.raises(UsageError, match=r"holds for SGD .*, not for torch.optim:RMSprop"):
             make_trial(method, optimizer=kept)
         return
@@ -100,10 +101,8 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
 )
 def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_path):
     whole, broken = trial(fedbn(), **changes), trial(fedbn(), **changes)
-    for _ in range(ROUNDS):
-        whole.advance()
-    for _ in range(2):
-        broken.advance()
+    advance(whole, rounds=ROUNDS)
+    advance(broken, rounds=2)
     resumed = through_disk(broken, trial(fedbn(), **changes), tmp_path)
     for _ in range(ROUNDS - 2):
         resumed.advance()
@@ -113,9 +112,7 @@ def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_
 
 def test_momentum_kept_differs_from_momentum_reset(trial):
     kept, reset = (trial(fedavg(), optimizer=SGD(lr=0.05, momentum=0.9, keep=keep)) for keep in (True, False))
-    for _ in range(2):
-        kept.advance()
-        reset.advance()
+    advance(kept, reset, rounds=2)
     assert any("/optimizer/" in name for name in kept.to_tensors()[0])
     assert not any("/optimizer/" in name for name in reset.to_tensors()[0])
     assert not is_equal(kept.server.shared, reset.server.shared)

@@ -10,9 +10,9 @@ from torch import nn
 
 from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.rule import Folded, Rule
+from fedshift.core.rule import Folded, Rule, average
 from fedshift.core.schedule import StepDecay
-from fedshift.core.server_round import ClientSizes, fold_rules, receive
+from fedshift.core.server_round import ClientSizes, fold, receive
 from fedshift.core.step import compute_gradients, transform_gradients
 from fedshift.engines import stepper
 from fedshift.methods import METHODS as CATALOG
@@ -25,7 +25,7 @@ from fedshift.nn import dropout
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import FEDERATED, METHODS, by_name
-from tests.laws.course import ROUNDS, make_trial, unequal
+from tests.laws.course import ROUNDS, make_plan, make_trial, unequal
 from tests.laws.test_methods import ADDING
 from tests.methods.others import ClipNorm, mixup, styles
 
@@ -48,13 +48,14 @@ def test_the_methods_that_change_gradients_are_those_of_the_catalog():
     found = {
         type(bound.rule)
         for method in METHODS
-        for plan in [make_trial(method).plan]
+        for plan in [make_plan(method)]
         for index, bound in enumerate(plan.rules)
         if index in plan.defines("gradients")
     }
     assert found == known - {ClipNorm}
 
 
+@pytest.mark.sampled(12)
 @pytest.mark.parametrize("change", CHANGING, ids=lambda method: str(method.rules))
 @pytest.mark.parametrize("method", ADDING, ids=by_name)
 def test_no_rule_changes_the_gradients_of_anothers_parameters(method, change):
@@ -74,18 +75,22 @@ def test_no_rule_changes_the_gradients_of_anothers_parameters(method, change):
         assert all(torch.equal(found[names[e]], grads[names[e]]) for e in spared if names[e] in grads)
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("method", WITH_RULES, ids=by_name)
 def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, method):
     running = course(method)
     plan, before = running.plan, running.start
-    sets = frozenset().union(*(bound.sets for bound in plan.rules))
     for number in range(1, ROUNDS + 1):
         moment = running[number]
-        memory, made = fold_rules(plan, before, receive(plan, sorted(moment.updates.items()), ClientSizes(plan, SIZES)))
-        assert made.keys() == sets
-        assert all(torch.equal(moment.server.shared[name], tensor) for name, tensor in made.items())
-        assert all(map(is_equal, memory, moment.server.memory))
-        for bound, state in zip(plan.rules, memory, strict=True):
+        received = receive(sorted(moment.updates.items()), ClientSizes(plan, SIZES))
+        mean = average(received) if plan.sent and not plan.method.aggregator else {}
+        after = fold(plan, before, received, None if plan.method.aggregator else mean)
+        moved = plan.trained & plan.loaded if plan.method.stepper else frozenset()
+        others = mean.keys() - plan.made - moved
+        assert all(torch.equal(after.shared[name], mean[name]) for name in others)
+        assert all(torch.equal(moment.server.shared[name], after.shared[name]) for name in plan.made)
+        assert all(map(is_equal, after.memory, moment.server.memory))
+        for bound, state in zip(plan.rules, after.memory, strict=True):
             assert state.keys() == bound.server.keys()
             for name, first in bound.server.items():
                 free = bound.growing.get(name, ())
@@ -95,9 +100,10 @@ def test_the_server_computes_the_entries_that_a_rule_sets_and_no_others(course, 
         before = moment.server
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("method", METHODS, ids=by_name)
 def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method):
-    plan = make_trial(method, model=without_dropout).plan
+    plan = make_plan(method, without_dropout)
     client, x, y = init_client(plan), torch.rand(8, 1, 5, 5, dtype=torch.float64), torch.arange(8) % 3
     job = client_init(plan, client, init_server(plan), planned_steps=2)
     for phase in (None, *plan.before, *plan.after):
@@ -109,7 +115,7 @@ def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method)
 
 
 def test_the_rules_that_draw_are_these():
-    plans = [make_trial(method, model=without_dropout).plan for method in METHODS]
+    plans = [make_plan(method, without_dropout) for method in METHODS]
     drawing = {bound.rule.source_method for plan in plans for bound in plan.rules if bound.draws}
     assert drawing == {"feddg_elcfs", "partialfed_adaptive", "fedrdn"}
 
@@ -143,11 +149,11 @@ def test_no_two_layers_or_rules_of_a_step_draw_alike(monkeypatch, text, drawing)
 
 
 def acts_in_steps(method):
-    plan = make_trial(method).plan
+    plan = make_plan(method)
     return bool(plan.defines("loss") or plan.defines("batch"))
 
 
-ACTING = [method for method in METHODS if acts_in_steps(method)]
+ACTING = [method for method in METHODS if method.rules and acts_in_steps(method)]
 DRAWING = [styles(), mixup()]
 """Methods of others that change batches."""
 
@@ -189,7 +195,7 @@ def test_own_parameters_stay_within_their_bounds(course, method):
 
 
 def test_some_method_has_bounds():
-    assert {bound.rule.source_method for m in ADDING for bound in make_trial(m).plan.rules if bound.limits} == {
+    assert {bound.rule.source_method for m in ADDING for bound in make_plan(m).rules if bound.limits} == {
         "apfl", "fedala",
     }  # fmt: skip
 

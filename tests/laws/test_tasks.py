@@ -100,7 +100,7 @@ def assert_alike(rows, others):
             )
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("method", METHODS, ids=by_name)
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_clients_side_by_side_equal_the_loop(task, method, reference):
@@ -138,7 +138,7 @@ def test_one_step_on_all_batches_equals_the_loop(task):
     assert distance(one.to_tensors()[0], other.to_tensors()[0]) <= 1e-9
 
 
-@pytest.mark.sampled(8)
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("method", METHODS, ids=by_name)
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_resumed_equals_uninterrupted(task, method, reference, tmp_path):

@@ -4,8 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from fedshift import Aggregated, Aggregation, Declared, Folded, Rule, Send, method
-from fedshift.core.aggregation import average
+from fedshift import Declared, Folded, Rule, Send, method
 from fedshift.core.means import weighted_mean
 
 
@@ -41,23 +40,24 @@ def small_features(base, *, strength=0.1):
     return base.with_rule(SmallFeatures(strength))
 
 
-class LayerMixes(Aggregation):
+class LayerMixes(Rule):
     """Each client loads, entry by entry, a mix in which clients weigh more whose entry is near to its own."""
 
-    mixes = True
+    aggregates = mixes = True
 
-    def __call__(self, plan, server, received):
+    def fold(self, server):
+        received = server.received
         mixes = {each.client: {} for each in received}
-        for name in plan.trained & plan.loaded:
+        for name in server.network.trained & server.network.loaded:
             values = torch.stack([each.entries[name].double().flatten() for each in received])
             for each, weights in zip(received, torch.softmax(-torch.cdist(values, values), dim=1), strict=True):
                 mixes[each.client][name] = weights
-        return Aggregated(entries=average(received), mixes=mixes)
+        return Folded(entries=server.entries, mixes=mixes)
 
 
 @method
 def layer_mixes(base):
-    return base.with_aggregation(LayerMixes())
+    return base.with_rule(LayerMixes())
 
 
 class Clusters(Rule):
@@ -84,7 +84,8 @@ class Clusters(Rule):
     def fold(self, server):
         models = [{name: both[k] for name, both in server.memory.items()} for k in range(2)]
         for k, before in enumerate(models):
-            those = [each for each in server.received if each.of(Clusters)["chosen"] == k]
+            pairs = zip(server.received, server.uploads, strict=True)
+            those = [each for each, upload in pairs if upload["chosen"] == k]
             entries = [{name: each.entries[name] for name in before} for each in those]
             models[k] = weighted_mean(entries, [each.weight for each in those]) if those else before
         return Folded({name: torch.stack([model[name] for model in models]) for name in server.memory})
@@ -143,28 +144,3 @@ class Mixup(Rule):
 @method
 def mixup(base):
     return base.with_rule(Mixup())
-
-
-@dataclass(frozen=True)
-class Calibrated(Rule):
-    """Lowers the scores of classes that a client has seldom (FedLC, arXiv:2209.00189)."""
-
-    tau: float
-
-    def bind(self, plan):
-        scores = list(plan.params.values())[-1]
-        return Declared(self, memory={"lower": torch.zeros_like(scores)}, targets=True)
-
-    def start(self, client):
-        lower = client.memory["lower"]
-        return {
-            "lower": self.tau * torch.bincount(client.targets, minlength=len(lower)).clamp(min=1).to(lower) ** -0.25
-        }
-
-    def outputs(self, outputs, step):
-        return outputs - step.memory["lower"]
-
-
-@method
-def calibrated(base, *, tau=1.0):
-    return base.with_rule(Calibrated(tau))

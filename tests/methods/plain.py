@@ -21,34 +21,61 @@ def network(shape=(1, 4, 4), classes=3):
     ).double()
 
 
-def data(sizes=None):
+def data(sizes=None, shape=(1, 4, 4)):
     rng = np.random.default_rng(0)
     clients = {}
     for shift, (name, size) in enumerate((sizes or SIZES).items()):
-        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
+        x, y = rng.normal(shift, 1 + shift, (size, *shape)), np.arange(size) % 3
         clients[name] = (x, y, x[:4], y[:4])
     return federation(clients)
 
 
-def trial(method, model=network, **settings):
+def trial(method, model=network, clients=None, **settings):
     chosen = {
         "rounds": 9, "work": Work(batch_size=BATCH, epochs=1), "evaluate_every": 99, "optimizer": SGD(lr=LR),
     }  # fmt: skip
-    return Trial(method, model, data(), Settings(**chosen | settings), SEED)
+    return Trial(method, model, clients or data(), Settings(**chosen | settings), SEED)
+
+
+def advance(*trials, rounds=1):
+    """Take ``rounds`` rounds of each of ``trials``."""
+    for running in trials:
+        for _ in range(rounds):
+            running.advance()
+
+
+def passes(client, *numbers):
+    """Yield inputs and labels of the batches of a client's passes ``numbers``."""
+    for number in numbers:
+        order = torch.from_numpy(stream(SEED, "order", client.name, number).permutation(len(client.train)))
+        for index in order.split(BATCH):
+            yield client.train.x[index], client.train.y[index]
 
 
 def batches(client, number):
-    """Yield inputs and labels of the batches of a client's pass ``number``."""
-    samples = data().client(client).train
-    for index in torch.from_numpy(stream(SEED, "order", client, number).permutation(SIZES[client])).split(BATCH):
-        yield samples.x[index], samples.y[index]
+    """Yield inputs and labels of the batches of pass ``number`` of a client of :func:`data`."""
+    return passes(data().client(client), number)
 
 
-def loaded_with(state):
+def loaded_with(state, model=network):
     """A network in training that holds a copy of ``state``."""
-    model = network()
-    model.load_state_dict(state)
-    return model.train()
+    made = model()
+    made.load_state_dict(state)
+    return made.train()
+
+
+def step(sgd, loss):
+    sgd.zero_grad()
+    loss.backward()
+    sgd.step()
+
+
+def average(models, sizes, kept=()):
+    """Give all ``models`` their mean under ``sizes``, but for entries whose names begin with ``kept``; return it."""
+    shared = mean([copied(model) for model in models.values()], sizes.values())
+    for model in models.values():
+        model.load_state_dict({name: x for name, x in shared.items() if not name.startswith(kept)}, strict=False)
+    return shared
 
 
 def copied(model):
@@ -74,6 +101,7 @@ def train(model, client, number, extra=lambda model: 0.0, still=()):
 
 def mean(states, weights):
     """The weighted mean of states, whose counters are rounded."""
+    weights = [*weights]
     total = sum(weights)
     made = {}
     for name, like in states[0].items():
@@ -90,6 +118,11 @@ def largest_difference(found, expected):
 
 def vector_network(shape=(4,), classes=4):
     return nn.Sequential(nn.Linear(shape[0], 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, classes)).double()
+
+
+def deep_network(shape=(4,), classes=3):
+    layers = nn.Linear(shape[0], 5), nn.BatchNorm1d(5), nn.Tanh(), nn.Linear(5, 4), nn.Tanh(), nn.Linear(4, classes)
+    return nn.Sequential(*layers).double()
 
 
 def skewed_vectors():

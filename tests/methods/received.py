@@ -1,32 +1,35 @@
-"""Uploads as the server has them, for tests of an aggregation by itself."""
+"""Folds of a rule by itself, without rounds."""
 
 from types import SimpleNamespace
 
-from fedshift.core.aggregation import Received
+from fedshift.core.rule import Received, Server
 from fedshift.core.selection import KINDS
 from fedshift.core.states import ServerState, Update
 
 
-def receive(states, weights=None, sizes=None, steps=None, memory=None, kinds=(), clients="abcdefghijklmnop"):
-    equal = [1 / len(states)] * len(states)
-    weights = weights or equal
-    sizes, steps, memory = sizes or weights, steps or [1] * len(states), memory or [()] * len(states)
-    return [
-        Received(
-            client=name, update=Update(shared=state, memory=sent, weight=1.0, steps=count), weight=weight, size=size,
-            share=size / sum(sizes), kinds=kinds,
-        )
-        for name, state, weight, size, count, sent in zip(clients, states, weights, sizes, steps, memory, strict=False)
-    ]  # fmt: skip
-
-
-def aggregate(aggregation, received, before, names=None, kept=None, round=0, seed=0, text="", fixed=frozenset()):
-    """What ``aggregation`` makes of what was ``received``; ``names``: the entries that clients train and load."""
-    names = frozenset(before if names is None else names)
-    plan = SimpleNamespace(
-        trained=names, loaded=names, sent=frozenset(before), seed=seed, method=SimpleNamespace(text=text, rules=()),
+def fold(
+    rule, states, before, *, weights=None, steps=None, uploads=None, names=None, kept=None, round=0, seed=0, text="",
+    fixed=frozenset(), network=None,
+):  # fmt: skip
+    """What ``rule`` makes of ``states`` and ``uploads`` of clients a, b, ...; ``names``: what they train and load."""
+    count, names = len(states), frozenset(before if names is None else names)
+    weights = weights or [1 / count] * count
+    network = network or SimpleNamespace(
+        trained=names, loaded=names, sent=frozenset(before), seed=seed, text=text,
         entries=[SimpleNamespace(name=name, kind=KINDS.get(name.rpartition(".")[2])) for name in before],
-        entries_fixed_in=lambda _: fixed, optimizer=SimpleNamespace(
-            momentum=0.0, nesterov=False, lr_in_round=lambda _: 0.1),
+        entries_fixed_in=lambda _: fixed,
+        optimizer=SimpleNamespace(lr=0.1, momentum=0.0, nesterov=False), find_lr=lambda _: 0.1,
     )  # fmt: skip
-    return aggregation(plan, ServerState(round=round, shared=before, kept=kept or {}), received)
+    received = [
+        Received(
+            client=client, update=Update(shared=state, weight=1.0, steps=taken), weight=weight, size=weight,
+            share=weight / sum(weights),
+        )
+        for client, state, weight, taken in zip("abcdefghijklmnop", states, weights, steps or [1] * count, strict=False)
+    ]  # fmt: skip
+    return rule.fold(
+        Server(
+            memory={}, kept=kept or {}, uploads=uploads or [{}] * count, received=received,
+            before=ServerState(round=round, shared=before), network=network, rules=(),
+        )
+    )  # fmt: skip

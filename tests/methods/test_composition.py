@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.step import compute_gradients
 from fedshift.core.work import Work
-from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS as CATALOG
@@ -29,6 +27,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbabu import fedbabu
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.feddyn import feddyn
+from fedshift.methods.fedlc import fedlc
 from fedshift.methods.fedper import fedper
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fixbn import fixbn
@@ -36,7 +35,8 @@ from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.methods.others import calibrated, clipped, small_features
+from tests.methods import plain
+from tests.methods.others import clipped, small_features
 
 METHODS = list_catalog("methods")
 NAMES = sorted(METHODS)
@@ -61,16 +61,7 @@ def network(shape, classes):
     ).double()
 
 
-def data():
-    rng = np.random.default_rng(0)
-    clients = {}
-    for shift, (name, size) in enumerate({"a": 8, "b": 5, "c": 7}.items()):
-        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
-        clients[name] = (x, y, x[:3], y[:3])
-    return federation(clients)
-
-
-DATA = data()
+DATA = plain.data({"a": 8, "b": 5, "c": 7})
 
 
 def compose(*names, options=OPTIONS):
@@ -176,7 +167,7 @@ def test_names_of_longer_compositions_compose_them():
         method = compose(*names)
         assert CATALOG.parse(method.name).text == method.text
     assert compose("gn", "fedavg").name == compose("fedavg", "gn").name == "fedavg(weighting='uniform')+gn"
-    assert CATALOG.parse("dp(clipping_norm=inf, noise_multiplier=0)").aggregate.clipping_norm == float("inf")
+    assert CATALOG.parse("dp(clipping_norm=inf, noise_multiplier=0)").aggregator.clipping_norm == float("inf")
 
 
 @pytest.mark.parametrize("partner", ["fedbn", "fedadam", *(pytest.param(n, marks=pytest.mark.slow) for n in NAMES)])
@@ -240,9 +231,9 @@ def start(method):
 def test_outputs_are_changed_before_every_loss_and_other_terms_stay(other, outside):
     torch.manual_seed(0)
     x, y = torch.randn(6, 4).double(), torch.arange(6) % 3
-    plan, job = start(other(calibrated()) if outside else calibrated(other()))
+    plan, job = start(other(fedlc()) if outside else fedlc(other()))
     lower = torch.tensor([0.5, -1.0, 2.0], dtype=torch.float64)
-    memory = ({"lower": lower} if "lower" in held else held for held in job.memory)
+    memory = ({"margins": lower} if "margins" in held else held for held in job.memory)
     job = replace(job, memory=tuple(memory))
     found = compute_gradients(plan, job, x, y, torch.tensor(0))[0]
     leaves = [tensor.clone().requires_grad_() for tensor in plan.params.values()]

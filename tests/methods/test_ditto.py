@@ -5,27 +5,21 @@ import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD
-from fedshift.core.work import Work
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.single import single
-from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
-from tests.methods.plain import data, network
+from tests.methods import plain
+from tests.methods.plain import LR, data, largest_difference, loaded_with, network, passes, step
 
-SIZES, SEED, LR, ROUNDS = {"a": 12, "b": 8, "c": 9}, 6, 0.1, 3
+SIZES, ROUNDS = {"a": 12, "b": 8, "c": 9}, 3
+DATA = data(SIZES)
 
 
 def trial(method, **settings):
-    chosen = {
-        "rounds": ROUNDS, "work": Work(batch_size=4, epochs=1), "evaluate_every": 99,
-        "optimizer": SGD(lr=LR, momentum=0.9),
-    }  # fmt: skip
-    return Trial(method, network, data(SIZES), Settings(**chosen | settings), SEED)
+    return plain.trial(method, network, DATA, **{"optimizer": SGD(lr=LR, momentum=0.9), **settings})
 
 
 def after_rounds(method, rounds=ROUNDS, **settings):
@@ -40,31 +34,21 @@ def after_rounds(method, rounds=ROUNDS, **settings):
 @pytest.mark.parametrize(("base", "loaded"), [(fedavg(), ("",)), (fedbn(), ("0.", "4."))], ids=["fedavg", "fedbn"])
 def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base, loaded, lam, epochs):
     running = trial(ditto(base, lam=lam, epochs=epochs))
-    models = {name: network() for name in SIZES}
-    for model in models.values():
-        model.load_state_dict(running.plan.initial)
+    models = {name: loaded_with(running.plan.initial) for name in SIZES}
     for number in range(ROUNDS):
         sent = {name: tensor.clone() for name, tensor in running.server.shared.items()}
         running.advance()
-        for client in data(SIZES).clients:
-            v, x, y = models[client.name], client.train.x, client.train.y
+        for client in DATA.clients:
+            v = models[client.name]
             sgd = torch.optim.SGD(v.parameters(), lr=LR, momentum=0.9)
-            passes = range(number * (epochs or 1), (number + 1) * (epochs or 1))
-            orders = [torch.from_numpy(stream(SEED, "order", client.name, p).permutation(len(y))) for p in passes]
-            for batch in (batch for order in orders for batch in order.split(4)):
-                sgd.zero_grad()
-                objective = nn.functional.cross_entropy(v(x[batch]), y[batch])
+            for x, y in passes(client, *range(number * (epochs or 1), (number + 1) * (epochs or 1))):
+                objective = nn.functional.cross_entropy(v(x), y)
                 for name, parameter in v.named_parameters():
                     if name.startswith(loaded):  # under FedBN there is no global normalization to be near
                         objective = objective + lam / 2 * (parameter - sent[name]).square().sum()
-                objective.backward()
-                sgd.step()
+                step(sgd, objective)
     for name, model in models.items():
-        found = running.model_state(name)
-        assert found.keys() == model.state_dict().keys()
-        for entry, tensor in model.state_dict().items():
-            assert found[entry].dtype == tensor.dtype
-            assert (found[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+        assert largest_difference(running.model_state(name), model.state_dict()) <= 1e-12
 
 
 def test_without_its_term_each_client_trains_alone():

@@ -11,7 +11,7 @@ from scipy.stats import kstest
 from torch import nn
 
 from fedshift.core.declarations import Send
-from fedshift.core.loss import CrossEntropy
+from fedshift.core.loss import cross_entropy, make_loss
 from fedshift.core.optimizer import SGD
 from fedshift.core.rule import Declared, Rule
 from fedshift.core.work import Work
@@ -27,7 +27,8 @@ from fedshift.methods.median import median
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
-from tests.methods.received import aggregate, receive
+from tests.methods import received
+from tests.methods.plain import advance
 
 INF = float("inf")
 BEFORE = {
@@ -37,7 +38,7 @@ BEFORE = {
 
 
 def fold(method, states, before=BEFORE, **known):
-    return aggregate(method.aggregate, receive(states), before, **known).entries
+    return received.fold(method.aggregator, states, before, **known).entries
 
 
 def moved(w=0.0, mean=0.0, var=0.0, count=0):
@@ -97,8 +98,7 @@ def test_noise_comes_again_with_seed_and_round_unless_it_is_secret():
 def test_noise_of_published_trials_cannot_be_combined_into_the_mean_without_noise():
     one, two = (trial(dp(clipping_norm=0.5, noise_multiplier=noise), rounds=1) for noise in (1.0, 2.0))
     clean = trial(dp(clipping_norm=0.5, noise_multiplier=0.0), rounds=1)
-    for each in (one, two, clean):
-        each.advance()
+    advance(one, two, clean)
     weights = [each.server.shared["0.weight"] for each in (one, two, clean)]
     noise, twice = weights[0] - weights[2], weights[1] - weights[2]
     assert (2 * weights[0] - weights[1] - weights[2]).abs().max() > 0.1 * noise.abs().max()
@@ -139,9 +139,7 @@ def trial(method, model=network, seed=0, **settings):
 
 def test_without_noise_and_clip_it_is_fedavg_of_clients_that_count_equally():
     plain, private = trial(fedavg(weighting="uniform")), trial(dp(clipping_norm=INF, noise_multiplier=0.0))
-    for _ in range(3):
-        plain.advance()
-        private.advance()
+    advance(plain, private, rounds=3)
     for name, tensor in plain.server.shared.items():
         if name.endswith("num_batches_tracked"):
             assert (int(tensor), int(private.server.shared[name])) == (12, 0)
@@ -218,7 +216,7 @@ def test_a_rule_of_others_that_sends_is_refused():
 
 def test_weights_of_classes_that_come_from_all_clients_are_refused():
     def experiment(weights):
-        settings = Settings(loss=CrossEntropy(weights=weights))
+        settings = Settings(loss=make_loss(cross_entropy, weights=weights))
         return Experiment(methods=(fedavg(), fedbn(dp())), data=data(), model=network, settings=settings, seeds=(0,))
 
     for name in ("balanced", "inverse_frequency"):

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,10 +11,6 @@ from fedshift.core.optimizer import AdamW
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
 from fedshift.methods.centralized import centralized
 from fedshift.methods.dp_sgd import dp_sgd
@@ -31,9 +26,10 @@ from fedshift.methods.krum import krum
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
 from fedshift.utils.errors import UsageError
-from tests.methods.received import aggregate, receive
+from tests.methods import plain
+from tests.methods.received import fold
 
-KEY = torch.tensor(0)
+KEY, DATA = torch.tensor(0), plain.data(dict.fromkeys("abc", 8))
 
 
 def mlp():
@@ -47,11 +43,7 @@ def batch():
 
 
 def trial(method, *layers):
-    rng = np.random.default_rng(0)
-    arrays = {name: (rng.normal(size=(8, 1, 4, 4)), np.arange(8) % 3) for name in "abc"}
-    data = federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
-    settings = Settings(rounds=1, work=Work(batch_size=4, epochs=1))
-    return Trial(method, lambda shape, classes: nn.Sequential(*layers), data, settings, seed=0)
+    return plain.trial(method, lambda *_: nn.Sequential(*layers), DATA)
 
 
 class Scaled(nn.Linear):
@@ -86,7 +78,7 @@ def test_a_parameter_may_have_no_dimensions(made):
 )
 def test_a_minority_by_weight_drags_the_geometric_median_nowhere(values, weights, highest):
     states = [{"w": torch.tensor([value], dtype=torch.float64)} for value in values]
-    found = aggregate(geometric_median().aggregate, receive(states, weights), states[0]).entries["w"].item()
+    found = fold(geometric_median().aggregator, states, states[0], weights=weights).entries["w"].item()
     assert -1e-3 <= found <= highest + 1e-3
 
 
@@ -140,6 +132,6 @@ def test_tied_weights_stay_tied_under_surgery():
 def test_what_clients_send_but_do_not_load_is_averaged_by_fednova():
     states = [{"shared": torch.ones(1), "head": torch.full((1,), value)} for value in (1.0, 3.0)]
     before = {"shared": torch.zeros(1), "head": torch.zeros(1)}
-    folded = aggregate(NormalizedAveraging(), receive(states, steps=[10, 1]), before, {"shared"}).entries
+    folded = fold(NormalizedAveraging(), states, before, names={"shared"}, steps=[10, 1]).entries
     assert folded["head"].item() == 2.0
     assert folded["shared"].item() == pytest.approx(5.5 * (0.5 / 10 + 0.5 / 1))  # tau = 5.5

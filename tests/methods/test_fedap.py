@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.core.kernel import broadcast, client_init, init_server
+from fedshift.core.kernel import broadcast, client_init
 from fedshift.methods.fedap import fedap
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedprox import fedprox
@@ -12,7 +12,7 @@ from fedshift.methods.harmofl import harmofl
 from fedshift.utils.state import is_equal, pick
 from tests.methods import plain
 from tests.methods.plain import copied, largest_difference, loaded_with, train
-from tests.methods.received import receive
+from tests.methods.received import fold
 
 OWN, MU = 0.3, 0.5
 SIZES = {"a": 12, "b": 7, "c": 9, "d": 6}
@@ -106,10 +106,9 @@ def test_a_client_alone_in_its_round_keeps_its_layers_and_one_that_never_took_pa
 def test_clients_with_equal_statistics_share_the_weight():
     running = plain.trial(fedap(self_weight=0.0))
     running.advance()
-    aggregate = running.plan.method.aggregate
     states = [dict(running.plan.initial) for _ in range(3)]
     states[2] = states[2] | {"1.running_mean": torch.ones(3, dtype=torch.float64)}
-    weights = aggregate(running.plan, init_server(running.plan), receive(states)).mixes
+    weights = fold(running.plan.rules[0].rule, states, dict(running.server.shared), network=running.plan).mixes
     assert weights["a"][""].tolist() == pytest.approx([0, 1, 0])
     assert weights["c"][""].tolist() == pytest.approx([0.5, 0.5, 0])
 

@@ -6,9 +6,9 @@ from torch import nn
 
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
-from fedshift.methods.feddg_ga import AdjustedMean, GeneralizationGap, feddg_ga
+from fedshift.methods.feddg_ga import GeneralizationGap, feddg_ga
 from tests.methods.plain import SIZES, batches, copied, largest_difference, loaded_with, mean, train, trial
-from tests.methods.received import aggregate, receive
+from tests.methods.received import fold
 
 STEP = 0.9
 
@@ -53,18 +53,14 @@ def test_it_equals_a_plain_loop(base, participation, rounds):
     found = running.server.shared
     assert largest_difference(found, {name: server[name] for name in found}) <= 1e-9
     for client in SIZES:
-        assert abs(float(running.server.kept[client]) - weights[client]) <= 1e-9
+        assert abs(float(running.server.kept[0][client]) - weights[client]) <= 1e-9
 
 
 def test_weights_stay_between_0_and_1_and_keep_their_sum():
-    fold = AdjustedMean(step_size=1.0, rounds=None)
-    kept = {}
+    rule, states = GeneralizationGap(step_size=1.0, rounds=None), [{"w": torch.tensor([float(k)])} for k in range(3)]
+    uploads, kept = [{"gap": torch.tensor(gap)} for gap in (1.0, -2.0, 0.5)], {}
     for _ in range(8):
-        received = receive(
-            [{"w": torch.tensor([float(k)])} for k in range(3)], kinds=(GeneralizationGap,),
-            memory=[({"gap": torch.tensor(gap)},) for gap in (1.0, -2.0, 0.5)],
-        )  # fmt: skip
-        made = aggregate(fold, received, {"w": torch.zeros(1)}, kept=kept)
+        made = fold(rule, states, {"w": torch.zeros(1)}, uploads=uploads, kept=kept)
         kept = made.kept
         values = [float(kept[client]) for client in "abc"]
         assert all(0 <= value <= 1 for value in values)

@@ -6,18 +6,15 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedshift.core.method import Method
-from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
-from fedshift.core.work import Work
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.dp import dp
 from fedshift.methods.fedfa import EPS, fedfa
 from fedshift.methods.median import median
 from fedshift.models.vision import alexnet_bn
 from fedshift.nn.dropout import draw_normal, draw_uniform
 from fedshift.utils.errors import UsageError
-from tests.methods.plain import BATCH, LR, SEED, SHARES, SIZES, batches, data, largest_difference, mean
+from tests.methods import plain
+from tests.methods.plain import LR, SHARES, SIZES, advance, batches, data, largest_difference, mean
 
 P, MOMENTUM, LAYERS = 0.6, 0.3, ("2.0", "3.0")
 RENAMED = {f"2.{part}": f"2.1.{part}" for part in ("weight", "bias")}
@@ -60,8 +57,7 @@ def run(state, x, key, p):
 
 
 def trial(method, **changes):
-    given = {"work": Work(batch_size=BATCH, epochs=1), "optimizer": SGD(lr=LR), "evaluate_every": 99, **changes}
-    return Trial(method, network, data(), Settings(rounds=9, **given), SEED)
+    return plain.trial(method, network, **changes)
 
 
 @pytest.mark.parametrize("p", [P, 1.0])
@@ -91,16 +87,14 @@ def test_rounds_equal_a_plain_loop(p):
     used = apply_surgery(fedfa(), network()).eval()
     used.load_state_dict(running.model_state())
     x = data().client("a").train.x
-    plain = network().eval()
-    plain.load_state_dict({name: server[RENAMED.get(name, name)] for name in plain.state_dict()})
-    assert (used(x) - plain(x)).abs().max() <= 1e-12
+    bare = network().eval()
+    bare.load_state_dict({name: server[RENAMED.get(name, name)] for name in bare.state_dict()})
+    assert (used(x) - bare(x)).abs().max() <= 1e-12
 
 
 def test_with_probability_0_it_is_its_base():
     none, base = trial(fedfa(p=0.0)), trial(Method())
-    for _ in range(2):
-        none.advance()
-        base.advance()
+    advance(none, base, rounds=2)
     for name, tensor in base.server.shared.items():
         assert (none.server.shared[RENAMED.get(name, name)] - tensor).abs().max() <= 1e-15, name
 

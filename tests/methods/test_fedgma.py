@@ -6,8 +6,8 @@ import torch
 
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedgma import MaskedMean, fedgma
-from tests.methods.plain import SHARES, SIZES, copied, largest_difference, loaded_with, mean, train, trial
-from tests.methods.received import aggregate, receive
+from tests.methods.plain import SHARES, SIZES, advance, copied, largest_difference, loaded_with, mean, train, trial
+from tests.methods.received import fold
 
 
 @pytest.mark.parametrize("soft", [True, False])
@@ -36,15 +36,14 @@ def test_uploads_of_five_clients_are_masked_by_the_share_that_agrees(threshold, 
     before, changes, weights = rng.normal(size=7), rng.normal(size=(5, 7)).round(1), np.array([0.1, 0.2, 0.3, 0.3, 0.1])
     agreement = abs((changes > 0).sum(axis=0) - (changes < 0).sum(axis=0)) / 5
     mask = np.where(agreement >= threshold, 1, agreement if soft else 0)
-    received = receive([{"w": torch.from_numpy(before + change)} for change in changes], weights.tolist())
-    found = aggregate(MaskedMean(threshold, soft), received, {"w": torch.from_numpy(before)}).entries["w"].numpy()
+    states = [{"w": torch.from_numpy(before + change)} for change in changes]
+    rule, start = MaskedMean(threshold, soft), {"w": torch.from_numpy(before)}
+    found = fold(rule, states, start, weights=weights.tolist()).entries["w"].numpy()
     assert np.abs(found - (before + mask * (weights @ changes))).max() <= 1e-12
     assert len(set(agreement)) > 2
 
 
 def test_a_threshold_of_nothing_is_fedavg():
     masked, plain = trial(fedgma(threshold=0)), trial(fedavg())
-    for _ in range(2):
-        masked.advance()
-        plain.advance()
+    advance(masked, plain, rounds=2)
     assert largest_difference(masked.server.shared, plain.server.shared) <= 1e-12

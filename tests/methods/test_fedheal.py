@@ -56,5 +56,5 @@ def test_it_equals_a_plain_loop(base, participation):
     assert left_out > 0
     found = running.server.shared
     assert largest_difference(found, {name: server[name] for name in found}) <= 1e-9
-    kept = {client: running.server.kept[f"weight/{client}"] for client in SIZES}
+    kept = {client: running.server.kept[0][f"weight/{client}"] for client in SIZES}
     assert all(abs(float(kept[client]) - weights[client]) <= 1e-9 for client in SIZES)

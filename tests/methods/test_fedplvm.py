@@ -6,9 +6,9 @@ import torch.nn.functional as F
 
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedplvm import SMALLEST, LocalClusterPrototypes
-from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone
-from tests.methods.test_fpl import LR, SEED, data, finch, network, trial
+from tests.methods.plain import LR, largest_difference, loaded_with, mean, passes, step
+from tests.methods.test_fpl import assert_clusters, data, finch, network, trial
 
 ALPHA, TAU, LAM, SIZES = 0.5, 0.3, 0.6, {"a": 14, "b": 23, "e": 18}
 
@@ -32,40 +32,30 @@ def test_rounds_equal_a_plain_loop_over_samples(samples, most):
         running.advance()
         states, uploaded = {}, {}
         for client in data(SIZES).clients:
-            model, x, y, seen = network(), client.train.x, client.train.y, []
-            model.load_state_dict(shared)
-            for epoch in (2 * number, 2 * number + 1):
-                order = stream(SEED, "order", client.name, epoch).permutation(len(y))
-                for batch in torch.from_numpy(order).split(4):
-                    z = model[:2](x[batch])
-                    loss = F.cross_entropy(model[2](z), y[batch])
-                    for row, label in enumerate(y[batch].tolist()):
-                        seen.append((label, z[row].detach()))
-                        if label in prototypes:
-                            terms = {k: sum(sharpened(z[row], p) for p in each) for k, each in prototypes.items()}
-                            contrast = -torch.log(terms[label] / sum(terms.values()))
-                            center = torch.stack(prototypes[label]).mean(0)
-                            far = 2 * (1 - F.cosine_similarity(z[row], center, dim=0)) ** 2
-                            loss = loss + LAM * (contrast + far) / len(batch)
-                    for parameter, grad in zip(
-                        model.parameters(), torch.autograd.grad(loss, [*model.parameters()]), strict=True
-                    ):
-                        parameter.data -= LR * grad
+            model, seen = loaded_with(shared, network), []
+            sgd = torch.optim.SGD(model.parameters(), lr=LR)
+            for x, y in passes(client, 2 * number, 2 * number + 1):
+                z = model[:2](x)
+                loss = F.cross_entropy(model[2](z), y)
+                for row, label in enumerate(y.tolist()):
+                    seen.append((label, z[row].detach()))
+                    if label in prototypes:
+                        terms = {k: sum(sharpened(z[row], p) for p in each) for k, each in prototypes.items()}
+                        contrast = -torch.log(terms[label] / sum(terms.values()))
+                        center = torch.stack(prototypes[label]).mean(0)
+                        far = 2 * (1 - F.cosine_similarity(z[row], center, dim=0)) ** 2
+                        loss = loss + LAM * (contrast + far) / len(y)
+                step(sgd, loss)
             states[client.name] = model.state_dict()
-            last = seen[-min(samples, len(y)) :]
+            last = seen[-min(samples, len(client.train)) :]
             for label in {label for label, _ in last}:
                 points = [z for each, z in last if each == label]
                 clusters = cluster(points)
-                mean = [torch.stack(points).mean(0)]
-                uploaded.setdefault(label, []).extend(clusters if len(clusters) <= most else mean)
+                center = [torch.stack(points).mean(0)]
+                uploaded.setdefault(label, []).extend(clusters if len(clusters) <= most else center)
                 several += len(clusters) > 1
-        for name in shared:
-            shared[name] = sum(state[name] * SIZES[client] / sum(SIZES.values()) for client, state in states.items())
+        shared = mean([*states.values()], SIZES.values())
         prototypes = {label: cluster(points) for label, points in uploaded.items()}
     assert several > 3
-    for name, tensor in running.server.shared.items():
-        assert (tensor - shared[name]).abs().max() <= 1e-9, name
-    memory = running.server.memory[0]
-    for label, expected in prototypes.items():
-        found, expected = memory["clusters"][label][memory["used"][label] > 0], torch.stack(expected)
-        assert (found[found[:, 0].argsort()] - expected[expected[:, 0].argsort()]).abs().max() <= 1e-9
+    assert largest_difference(running.server.shared, shared) <= 1e-9
+    assert_clusters(running.server.memory[0], prototypes)

@@ -1,6 +1,5 @@
 """FedSR equals a plain PyTorch loop with torch's distributions, on the same noise."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,34 +7,23 @@ from torch import nn
 from torch.distributions import Normal, kl_divergence
 
 from fedshift.core.optimizer import SGD
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedsr import fedsr
 from fedshift.nn.dropout import draw_normal
 from fedshift.utils.errors import UsageError
-from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone
+from tests.methods import plain
+from tests.methods.plain import LR, largest_difference, mean, passes, step
 
-SIZES, SEED, LR, L2, CMI = {"a": 12, "b": 10}, 6, 0.1, 0.3, 0.05
+SIZES, L2, CMI = {"a": 12, "b": 10}, 0.3, 0.05
+DATA = plain.data(SIZES, (4,))
 
 
 def network(shape=(4,), classes=3):
     return nn.Sequential(nn.Linear(shape[0], 5), nn.Tanh(), nn.Linear(5, classes)).double()
 
 
-def data():
-    rng = np.random.default_rng(0)
-    arrays = {name: (rng.normal(s, 1 + s, (n, 4)), np.arange(n) % 3) for s, (name, n) in enumerate(SIZES.items())}
-    return federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
-
-
 def trial(method):
-    settings = Settings(
-        rounds=2, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=LR, momentum=0.9), evaluate_every=99
-    )
-    return Trial(method, network, data(), settings, SEED)
+    return plain.trial(method, network, DATA, optimizer=SGD(lr=LR, momentum=0.9))
 
 
 def test_rounds_equal_a_plain_loop_with_torchs_distributions():
@@ -48,40 +36,33 @@ def test_rounds_equal_a_plain_loop_with_torchs_distributions():
     for number in range(2):
         running.advance()
         states = {}
-        for client in data().clients:
-            x, y = client.train.x, client.train.y
+        for client in DATA.clients:
             w = {name: tensor.clone().requires_grad_() for name, tensor in shared.items()}
             means, deviations, scale = (each.requires_grad_() for each in own[client.name])
             sgd = torch.optim.SGD([*w.values(), means, deviations, scale], lr=LR, momentum=0.9)
-            order = torch.from_numpy(stream(SEED, "order", client.name, number).permutation(len(y))).split(4)
-            for step, batch in enumerate(order, start=number * len(order)):
-                hidden = torch.tanh(F.linear(x[batch], w["0.weight"], w["0.bias"]))
+            for done, (x, y) in enumerate(passes(client, number), start=3 * number):
+                hidden = torch.tanh(F.linear(x, w["0.weight"], w["0.bias"]))
                 given = F.linear(hidden, *(w[name] for name in names[:2]))
-                mean, deviation = given[:, :2], F.softplus(given[:, 2:])
-                noise = draw_normal(running.engine.step_keys(client.name, [step])[0], 0, mean.shape)
-                z = mean + deviation * noise
-                target = Normal(means[y[batch]], F.softplus(deviations)[y[batch]])
-                divergence = kl_divergence(Normal(scale * mean, scale * deviation), target).sum(1).mean()
-                loss = F.cross_entropy(F.linear(z, *(w[name] for name in names[2:])), y[batch])
-                sgd.zero_grad()
-                (loss + L2 * z.square().sum(1).sqrt().mean() + CMI * divergence).backward()
-                sgd.step()
+                center, deviation = given[:, :2], F.softplus(given[:, 2:])
+                noise = draw_normal(running.engine.step_keys(client.name, [done])[0], 0, center.shape)
+                z = center + deviation * noise
+                target = Normal(means[y], F.softplus(deviations)[y])
+                divergence = kl_divergence(Normal(scale * center, scale * deviation), target).sum(1).mean()
+                loss = F.cross_entropy(F.linear(z, *(w[name] for name in names[2:])), y)
+                step(sgd, loss + L2 * z.square().sum(1).sqrt().mean() + CMI * divergence)
             states[client.name] = {name: tensor.detach() for name, tensor in w.items()}
             own[client.name] = [each.detach() for each in (means, deviations, scale)]
-        for name in shared:
-            shared[name] = sum(states[client][name] * size / 22 for client, size in SIZES.items())
-    for name, tensor in running.server.shared.items():
-        assert (tensor - shared[name]).abs().max() <= 1e-9, name
-    for client in SIZES:
-        found = running.clients[client].memory[0]
-        for name, expected in zip(("means", "deviations", "scale"), own[client], strict=True):
-            assert (found[name] - expected).abs().max() <= 1e-9, (client, name)
-    x = data().clients[0].test.x
+        shared = mean([*states.values()], SIZES.values())
+    assert largest_difference(running.server.shared, shared) <= 1e-9
+    for client, expected in own.items():
+        expected = dict(zip(("means", "deviations", "scale"), expected, strict=True))
+        assert largest_difference(running.clients[client].memory[0], expected) <= 1e-9
+    x = DATA.clients[0].test.x
     hidden = torch.tanh(F.linear(x, shared["0.weight"], shared["0.bias"]))
-    mean = F.linear(hidden, *(shared[name] for name in names[:2]))[:, :2]
+    center = F.linear(hidden, *(shared[name] for name in names[:2]))[:, :2]
     used = running.plan.module.eval()
     used.load_state_dict(running.model_state("a"))
-    assert (used(x) - F.linear(mean, *(shared[name] for name in names[2:]))).abs().max() <= 1e-9
+    assert (used(x) - F.linear(center, *(shared[name] for name in names[2:]))).abs().max() <= 1e-9
 
 
 def test_the_noise_is_standard_normal_and_a_function_of_its_key():

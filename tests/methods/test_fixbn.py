@@ -2,25 +2,22 @@
 
 from itertools import pairwise
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fixbn import fixbn
 from fedshift.methods.gn import gn
 from fedshift.methods.single import single
 from fedshift.utils.errors import UsageError
-from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
+from tests.methods import plain
+from tests.methods.plain import LR, advance, data, largest_difference, loaded_with, passes, step
 
+DATA = data({"a": 13, "b": 8, "c": 10}, (1, 5, 5))
 STATISTICS = {f"{layer}.{name}" for layer in (1, 5) for name in ("running_mean", "running_var", "num_batches_tracked")}
 AFFINE = {f"{layer}.{name}" for layer in (1, 5) for name in ("weight", "bias")}
 
@@ -29,28 +26,16 @@ def network(shape=(1, 5, 5), classes=3):
     return nn.Sequential(
         nn.Conv2d(shape[0], 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(), nn.Linear(36, 6), nn.BatchNorm1d(6),
         nn.Linear(6, classes),
-    )  # fmt: skip
+    ).double()  # fmt: skip
 
 
-def data():
-    rng = np.random.default_rng(0)
-    clients = {}
-    for shift, (name, size) in enumerate({"a": 13, "b": 8, "c": 10}.items()):
-        x, y = rng.normal(shift, 1 + shift, (size, 1, 5, 5)), np.arange(size) % 3
-        clients[name] = (x, y, x[:3], y[:3])
-    return federation(clients)
-
-
-def trial(method, rounds=6, model=network, **optimizer):
-    work = Work(batch_size=4, epochs=1)
-    settings = Settings(rounds=rounds, work=work, optimizer=SGD(lr=0.1, **optimizer), evaluate_every=99)
-    return Trial(method, model, data(), settings, seed=1)
+def trial(method, rounds=6, **optimizer):
+    return plain.trial(method, network, DATA, rounds=rounds, optimizer=SGD(lr=LR, **optimizer))
 
 
 def test_clients_keep_their_own_statistics_standing_still_under_fedbn():
     fixed = trial(fixbn(fedbn(), switch=2))
-    for _ in range(2):
-        fixed.advance()
+    advance(fixed, rounds=2)
     before = {name: dict(client.personal) for name, client in fixed.clients.items()}
     fixed.advance()
     for name, client in fixed.clients.items():
@@ -64,28 +49,19 @@ def test_clients_keep_their_own_statistics_standing_still_under_fedbn():
 def test_alone_and_fixed_after_a_round_is_a_loop_that_never_leaves_evaluation_mode_again():
     """What FedBN's authors released as singleset/single_digits.py: one model.eval(), at the first test."""
 
-    def double(shape, classes):
-        return network(shape, classes).double()
-
-    fixed = trial(single(fixbn(switch=1)), model=double)
-    clients = data().clients[1:]  # the first has a last batch of one sample, from which the loop has no statistics
-    models = {client.name: double((1, 5, 5), 3) for client in clients}
-    for model in models.values():
-        model.load_state_dict(fixed.plan.initial)
+    fixed = trial(single(fixbn(switch=1)))
+    clients = DATA.clients[1:]  # the first has a last batch of one sample, from which the loop has no statistics
+    models = {client.name: loaded_with(fixed.plan.initial, network) for client in clients}
     for number in range(3):
         fixed.advance()
         for client in clients:
-            model, x, y = models[client.name], client.train.x.double(), client.train.y
-            sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-            for batch in torch.from_numpy(stream(1, "order", client.name, number).permutation(len(y))).split(4):
-                sgd.zero_grad()
-                nn.functional.cross_entropy(model(x[batch]), y[batch]).backward()
-                sgd.step()
+            model = models[client.name]
+            sgd = torch.optim.SGD(model.parameters(), lr=LR)
+            for x, y in passes(client, number):
+                step(sgd, nn.functional.cross_entropy(model(x), y))
             model.eval()
     for name, model in models.items():
-        found = fixed.model_state(name)
-        for entry, tensor in model.state_dict().items():
-            assert (found[entry] - tensor).abs().max() <= 1e-12, (name, entry)
+        assert largest_difference(fixed.model_state(name), model.state_dict()) <= 1e-12
 
 
 @pytest.mark.sampled(2)
@@ -106,9 +82,7 @@ def test_a_share_of_all_rounds_or_a_number_says_how_many_come_before(switch, rou
 def test_momentum_is_kept_from_round_to_round_where_asked():
     reset, kept = trial(fixbn(), momentum=0.9), trial(fixbn(keep_momentum=True), momentum=0.9)
     same = trial(fixbn(), momentum=0.9, keep=True)
-    for each in (reset, kept, same):
-        for _ in range(2):
-            each.advance()
+    advance(reset, kept, same, rounds=2)
     assert is_equal(kept.server.shared, same.server.shared)
     assert not is_equal(kept.server.shared, reset.server.shared)
     assert {name: bool(client.optimizer) for name, client in kept.clients.items()} == dict.fromkeys("abc", True)

@@ -6,16 +6,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fpl import ClusterPrototypes, fpl
-from fedshift.utils.random_streams import stream
 from fedshift.utils.state import clone
+from tests.methods import plain
+from tests.methods.plain import LR, largest_difference, loaded_with, mean, passes, step
 
-SIZES, SEED, LR, LAM, TAU = {"a": 6, "b": 8, "c": 10, "d": 8, "e": 6}, 5, 0.1, 0.6, 0.3
+SIZES, LAM, TAU = {"a": 6, "b": 8, "c": 10, "d": 8, "e": 6}, 0.6, 0.3
 
 
 def network(shape=(4,), classes=4):
@@ -34,8 +32,7 @@ def data(sizes=SIZES):
 
 
 def trial(method, clients=None, **given):
-    settings = Settings(rounds=3, work=Work(batch_size=4, epochs=2), optimizer=SGD(lr=LR), evaluate_every=99, **given)
-    return Trial(method, network, clients or data(), settings, SEED)
+    return plain.trial(method, network, clients or data(), work=Work(batch_size=4, epochs=2), **given)
 
 
 def finch(points):
@@ -79,25 +76,24 @@ def test_clusters_are_those_of_the_papers_adjacency():
     assert len(counts) > 2
 
 
-@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 3), (2, 5)])
+@pytest.mark.parametrize(("participation", "rounds"), [(1.0, 3), (2, 6)])
 def test_rounds_equal_a_plain_loop_over_samples(participation, rounds):
     """With two clients a round, a class that both lack has no prototype in the next one."""
     running = trial(fpl(tau=TAU, lam=LAM), participation=participation)
-    shared, prototypes, most, lost, passes = clone(running.plan.initial), {}, 0, set(), dict.fromkeys(SIZES, 0)
+    shared, prototypes, most, lost, done = clone(running.plan.initial), {}, 0, set(), dict.fromkeys(SIZES, 0)
     for _ in range(rounds):
         took_part = running.advance().participants
         states, uploaded = {}, {}
         for client in (each for each in data().clients if each.name in took_part):
-            model, x, y = network(), client.train.x, client.train.y
-            model.load_state_dict(shared)
+            model, met = loaded_with(shared, network), {}
             sgd = torch.optim.SGD(model.parameters(), lr=LR)
-            passes[client.name] += 2
-            for epoch in (passes[client.name] - 2, passes[client.name] - 1):
+            done[client.name] += 2
+            for epoch in (done[client.name] - 2, done[client.name] - 1):
                 met = {}
-                for batch in torch.from_numpy(stream(SEED, "order", client.name, epoch).permutation(len(y))).split(4):
-                    z = model[:2](x[batch])
-                    loss = F.cross_entropy(model[2](z), y[batch])
-                    for row, label in enumerate(y[batch].tolist()):
+                for x, y in passes(client, epoch):
+                    z = model[:2](x)
+                    loss = F.cross_entropy(model[2](z), y)
+                    for row, label in enumerate(y.tolist()):
                         met.setdefault(label, []).append(z[row].detach())
                         if label in prototypes:
                             terms = {
@@ -106,16 +102,12 @@ def test_rounds_equal_a_plain_loop_over_samples(participation, rounds):
                             }
                             contrast = -torch.log(terms[label] / sum(terms.values()))
                             center = torch.stack(prototypes[label]).mean(0)
-                            loss = loss + LAM * (contrast + F.mse_loss(z[row], center)) / len(batch)
-                    sgd.zero_grad()
-                    loss.backward()
-                    sgd.step()
+                            loss = loss + LAM * (contrast + F.mse_loss(z[row], center)) / len(y)
+                    step(sgd, loss)
             states[client.name] = model.state_dict()
             for label, features in met.items():
                 uploaded.setdefault(label, []).append(torch.stack(features).mean(0))
-        for name in shared:
-            total = sum(SIZES[client] for client in states)
-            shared[name] = sum(state[name] * SIZES[client] / total for client, state in states.items())
+        shared = mean([*states.values()], [SIZES[client] for client in states])
         before, prototypes = prototypes, {}
         for label, points in uploaded.items():
             groups = finch(torch.stack(points).numpy())
@@ -123,9 +115,12 @@ def test_rounds_equal_a_plain_loop_over_samples(participation, rounds):
             most = max(most, len(groups))
         lost |= before.keys() - prototypes.keys()
     assert most > 1 if participation == 1.0 else lost  # some class has several prototypes, or no longer one
-    for name, tensor in running.server.shared.items():
-        assert (tensor - shared[name]).abs().max() <= 1e-9, name
-    memory = running.server.memory[0]
+    assert largest_difference(running.server.shared, shared) <= 1e-9
+    assert_clusters(running.server.memory[0], prototypes)
+
+
+def assert_clusters(memory, prototypes):
+    """The server's memory holds these ``prototypes`` of each class, in any order, and no others."""
     for label in range(4):
         found = memory["clusters"][label][memory["used"][label] > 0]
         if label not in prototypes:

@@ -8,23 +8,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.optimizer import SGD
-from fedshift.core.work import Work
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.harmofl import harmofl
 from fedshift.nn.amplitude_norm import AmplitudeNorm
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
-from tests.methods.plain import BATCH, LR, SEED, SHARES, SIZES, batches, data, largest_difference, mean, network
+from tests.methods.plain import LR, SEED, SHARES, SIZES, batches, data, largest_difference, mean, network, trial
 
 ALPHA, SAMPLES = 0.5, 5
-
-
-def trial(method, **changes):
-    given = {"work": Work(batch_size=BATCH, epochs=1), "optimizer": SGD(lr=LR), "evaluate_every": 99, **changes}
-    return Trial(method, network, data(), Settings(rounds=9, **given), SEED)
 
 
 def normalize(x, amplitude, low):
@@ -131,5 +122,4 @@ def test_what_does_not_fit_is_refused():
     with pytest.raises(UsageError, match="images of 4 x 4 pixels allow at most 1 in each direction"):
         trial(harmofl(frequencies=2))
     with pytest.raises(UsageError, match="first convolution"):
-        Trial(harmofl(), lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double(), data(),
-              Settings(rounds=1, work=Work(epochs=1), optimizer=SGD(lr=LR)), SEED)  # fmt: skip
+        trial(harmofl(), lambda *_: nn.Sequential(nn.Flatten(), nn.Linear(16, 3)).double())

@@ -1,9 +1,12 @@
-"""FedDecorr, FedLC and FedNTD equal plain PyTorch loops with their losses written out."""
+"""Methods that change the local loss alone equal plain PyTorch loops with their losses written out."""
+
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.func import functional_call
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
@@ -15,6 +18,9 @@ from fedshift.methods.fedbn import fedbn
 from fedshift.methods.feddecorr import feddecorr
 from fedshift.methods.fedlc import fedlc
 from fedshift.methods.fedntd import fedntd
+from fedshift.methods.fedprox import fedprox
+from fedshift.methods.greg import greg
+from fedshift.methods.moon import moon
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
@@ -23,33 +29,60 @@ from tests.methods.plain import copied, mean, skewed_vectors, vector_network
 SEED, LR, STRENGTH, TAU = 6, 0.1, 0.7, 2.0
 
 
-def decorrelated(model, teacher, x, y, counts):
-    z = model[:3](x)
+def proximal(at, x, y):
+    start = dict(at.teacher.named_parameters())
+    loaded = {name: w for name, w in at.model.named_parameters() if not name.startswith(at.kept)}
+    distance = sum((w - start[name].detach()).square().sum() for name, w in loaded.items())
+    return F.cross_entropy(at.model(x), y) + STRENGTH / 2 * distance
+
+
+def contrasted(at, x, y):
+    z = at.model[:3](x)
+    pull, push = (F.cosine_similarity(z, other[:3](x).detach()) for other in (at.teacher, at.previous))
+    contrast = -torch.log((pull / TAU).exp() / ((pull / TAU).exp() + (push / TAU).exp()))
+    return F.cross_entropy(at.model[3](z), y) + STRENGTH * contrast.mean()
+
+
+def consistent(at, x, y):
+    """A second network predicts with the statistics that were loaded."""
+    shared = dict(at.model.named_parameters()) | dict(at.teacher.named_buffers())
+    outputs = at.model(x), functional_call(vector_network().eval(), shared, (x,))
+    logs = [F.log_softmax(each, dim=1) for each in outputs]
+    both = [F.kl_div(*pair, reduction="batchmean", log_target=True) for pair in (logs, logs[::-1])]
+    return F.cross_entropy(outputs[0], y) + STRENGTH * sum(both) / 2
+
+
+def decorrelated(at, x, y):
+    z = at.model[:3](x)
     covariance = torch.cov(z.T)
     deviations = (covariance.diagonal() + 1e-8).sqrt()
     correlations = covariance / deviations.outer(deviations)
     mean_square = correlations[~torch.eye(5, dtype=torch.bool)].square().mean()
-    return F.cross_entropy(model[3](z), y) + STRENGTH * (len(x) - 1) ** 2 / len(x) * mean_square
+    return F.cross_entropy(at.model[3](z), y) + STRENGTH * (len(x) - 1) ** 2 / len(x) * mean_square
 
 
-def calibrated(model, teacher, x, y, counts):
+def calibrated(at, x, y):
     """The paper's loss among the classes that the client has."""
-    logits = {i: outputs - STRENGTH * int(counts[i]) ** (-1 / 4) for i, outputs in enumerate(model(x).T) if counts[i]}
+    outputs, counts = at.model(x).T, torch.bincount(at.labels, minlength=4).tolist()
+    logits = {i: outputs[i] - STRENGTH * n ** (-1 / 4) for i, n in enumerate(counts) if n}
     total = sum(logit.exp() for logit in logits.values())
     return -torch.stack([(logits[int(i)].exp() / total)[sample] for sample, i in enumerate(y)]).log().mean()
 
 
-def distilled(model, teacher, x, y, counts):
+def distilled(at, x, y):
     """The authors' loss: the divergence of the student from the teacher among the classes that are not true."""
-    outputs, others = model(x), F.one_hot(y, 4) == 0
-    p, q = ((logits[others].reshape(len(y), 3) / TAU).softmax(1) for logits in (outputs, teacher(x).detach()))
+    outputs, others = at.model(x), F.one_hot(y, 4) == 0
+    p, q = ((logits[others].reshape(len(y), 3) / TAU).softmax(1) for logits in (outputs, at.teacher(x).detach()))
     return F.cross_entropy(outputs, y) + STRENGTH * (q * (q / p).log()).sum(1).mean()
 
 
 LOSSES = {
+    proximal: lambda base: fedprox(base, mu=STRENGTH), contrasted: lambda base: moon(base, mu=STRENGTH, tau=TAU),
     decorrelated: lambda base: feddecorr(base, beta=STRENGTH), calibrated: lambda base: fedlc(base, tau=STRENGTH),
-    distilled: lambda base: fedntd(base, beta=STRENGTH, tau=TAU),
+    distilled: lambda base: fedntd(base, beta=STRENGTH, tau=TAU), consistent: lambda base: greg(base, lam=STRENGTH),
 }  # fmt: skip
+KEPT = {fedavg: (), fedbn: ("1.",)}
+CASES = [(loss, base) for loss in LOSSES for base in KEPT if (loss, base) != (consistent, fedbn)]
 
 
 def trial(method, model=vector_network, data=None, **settings):
@@ -57,31 +90,36 @@ def trial(method, model=vector_network, data=None, **settings):
     return Trial(method, model, data or skewed_vectors(), Settings(**chosen | settings), SEED)
 
 
+def holding(state):
+    model = vector_network()
+    model.load_state_dict(state)
+    return model
+
+
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
-@pytest.mark.parametrize(("base", "kept"), [(fedavg(), ()), (fedbn(), ("1.",))], ids=["fedavg", "fedbn"])
-@pytest.mark.parametrize("loss", LOSSES, ids=lambda loss: loss.__name__)
-def test_rounds_equal_a_plain_loop(loss, base, kept, engine):
-    running = trial(LOSSES[loss](base), engine=engine)
-    shared = running.plan.initial
+@pytest.mark.parametrize(("loss", "base"), CASES, ids=[f"{loss.__name__}-{base.__name__}" for loss, base in CASES])
+def test_rounds_equal_a_plain_loop(loss, base, engine):
+    running = trial(LOSSES[loss](base()), engine=engine)
+    shared, kept = running.plan.initial, KEPT[base]
     states = dict.fromkeys(running.train, shared)
     for number in range(3):
         running.advance()
         for client in skewed_vectors().clients:
-            x, y = client.train.x, client.train.y
-            model, teacher = vector_network(), vector_network()
-            for network in (model, teacher):
-                network.load_state_dict(shared | {k: v for k, v in states[client.name].items() if k.startswith(kept)})
-            teacher.eval()
+            x, y, before = client.train.x, client.train.y, states[client.name]
+            start = shared | {name: tensor for name, tensor in before.items() if name.startswith(kept)}
+            model, teacher, previous = holding(start), holding(start).eval(), holding(before).eval()
+            at = SimpleNamespace(model=model, teacher=teacher, previous=previous, labels=y, kept=kept)
             sgd = torch.optim.SGD(model.parameters(), lr=LR)
             for batch in torch.from_numpy(stream(SEED, "order", client.name, number).permutation(len(y))).split(4):
                 sgd.zero_grad()
-                loss(model, teacher, x[batch], y[batch], torch.bincount(y, minlength=4)).backward()
+                loss(at, x[batch], y[batch]).backward()
                 sgd.step()
             states[client.name] = copied(model)
         shared = mean(list(states.values()), [12, 10])
     assert all((tensor - shared[name]).abs().max() <= 1e-12 for name, tensor in running.server.shared.items())
     for name, state in states.items():
-        for entry, tensor in running.clients[name].personal.items():
+        remembered = running.clients[name].memory[0] if loss is contrasted else {}
+        for entry, tensor in (running.clients[name].personal | remembered).items():
             assert (tensor - state[entry]).abs().max() <= 1e-12
 
 

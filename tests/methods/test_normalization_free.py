@@ -1,16 +1,10 @@
 """FedWon, GN, LN and FedAvg without BN: whole rounds equal FedAvg on a network that is written that way by hand."""
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.optimizer import SGD
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedwon import fedwon
@@ -18,6 +12,8 @@ from fedshift.methods.gn import gn
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.scaffold import scaffold
+from tests.methods import plain
+from tests.methods.plain import advance, data, largest_difference
 
 
 class WSConv(nn.Conv2d):
@@ -60,14 +56,11 @@ def network(conv, norm, bias):
 WITH_BN = network(nn.Conv2d, nn.BatchNorm2d, bias=False)
 
 
+DATA = data({"a": 12, "b": 8}, (1, 6, 6))
+
+
 def trial(method, model):
-    rng = np.random.default_rng(0)
-    clients = {}
-    for shift, (name, size) in enumerate({"a": 12, "b": 8}.items()):
-        x, y = rng.normal(shift, 1 + shift, (size, 1, 6, 6)), np.arange(size) % 3
-        clients[name] = (x, y, x[:4], y[:4])
-    settings = Settings(rounds=3, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=0.1), evaluate_every=99)
-    return Trial(method, model, federation(clients), settings, seed=2)
+    return plain.trial(method, model, DATA)
 
 
 CASES = [
@@ -85,8 +78,8 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("method", "conv", "norm", "bias", "plain"), CASES, ids=[case[0].name for case in CASES])
-def test_rounds_equal_those_on_the_network_written_by_hand(method, conv, norm, bias, plain):
+@pytest.mark.parametrize(("method", "conv", "norm", "bias", "base"), CASES, ids=[case[0].name for case in CASES])
+def test_rounds_equal_those_on_the_network_written_by_hand(method, conv, norm, bias, base):
     changed = trial(method, WITH_BN)
     initial = changed.plan.initial
 
@@ -95,24 +88,20 @@ def test_rounds_equal_those_on_the_network_written_by_hand(method, conv, norm, b
         model.load_state_dict(initial)
         return model
 
-    written = trial(plain, by_hand)
-    for _ in range(3):
-        changed.advance()
-        written.advance()
-    assert changed.server.shared.keys() == written.server.shared.keys()
-    for name, tensor in changed.server.shared.items():
-        assert not torch.equal(tensor, initial[name]), name
-        assert (tensor - written.server.shared[name]).abs().max() <= 1e-12, name
+    written = trial(base, by_hand)
+    advance(changed, written, rounds=3)
+    assert largest_difference(changed.server.shared, written.server.shared) <= 1e-12
+    assert not any(torch.equal(tensor, initial[name]) for name, tensor in changed.server.shared.items())
 
 
 def test_biases_that_come_back_begin_at_zero_and_weights_as_the_paper_draws_them():
-    plain, changed = trial(nonorm(), WITH_BN), trial(fedwon(), WITH_BN)
-    for running in (plain, changed):
+    bare, changed = trial(nonorm(), WITH_BN), trial(fedwon(), WITH_BN)
+    for running in (bare, changed):
         assert not running.plan.initial["0.bias"].any()
         assert not running.plan.initial["3.bias"].any()
     before = trial(fedavg(), WITH_BN).plan.initial
     for name in ("0.weight", "3.weight"):
-        assert torch.equal(plain.plan.initial[name], before[name])
+        assert torch.equal(bare.plan.initial[name], before[name])
         assert not torch.equal(changed.plan.initial[name], before[name])
     assert torch.equal(changed.plan.initial["7.weight"], before["7.weight"])
 

@@ -14,10 +14,6 @@ from fedshift.core.preparation import prepare
 from fedshift.core.rule import Owned
 from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step, compute_gradients
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.partialfed_adaptive import Gates, partialfed_adaptive
@@ -26,6 +22,8 @@ from fedshift.methods.single import single
 from fedshift.nn.dropout import derive_key, draw_bits
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import entries_under, is_equal
+from tests.methods import plain
+from tests.methods.plain import advance, data, loaded_with, network
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 LAYERS = ("0.", "1.", "4.")
@@ -33,22 +31,11 @@ LAYERS = ("0.", "1.", "4.")
 LOGITS, LAST = "logits", "last"
 
 
-def network(shape=(1, 4, 4), classes=3):
-    return nn.Sequential(
-        nn.Conv2d(shape[0], 3, 3), nn.BatchNorm2d(3), nn.ReLU(), nn.Flatten(), nn.Linear(12, classes)
-    ).double()
+DATA = data({"a": 12, "b": 8, "c": 10})
 
 
 def trial(method):
-    rng = np.random.default_rng(0)
-    clients = {}
-    for shift, (name, size) in enumerate({"a": 12, "b": 8, "c": 10}.items()):
-        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
-        clients[name] = (x, y, x[:4], y[:4])
-    settings = Settings(
-        rounds=3, work=Work(batch_size=4, epochs=1), optimizer=SGD(lr=0.1, momentum=0.9), evaluate_every=99
-    )
-    return Trial(method, network, federation(clients), settings, seed=2)
+    return plain.trial(method, network, DATA, optimizer=SGD(lr=0.1, momentum=0.9))
 
 
 def forced(running, *keeps):
@@ -73,8 +60,7 @@ def test_choices_that_are_forced_give_other_methods_bit_for_bit(keeps, same):
     adaptive, other = trial(partialfed_adaptive()), trial(same)
     for _ in range(3):
         forced(adaptive, *keeps)
-        adaptive.advance()
-        other.advance()
+        advance(adaptive, other)
         forced(adaptive, *keeps)
         for name in "abc":
             assert is_equal(adaptive.model_state(name), other.model_state(name))
@@ -84,10 +70,9 @@ def test_choices_that_are_forced_give_other_methods_bit_for_bit(keeps, same):
 
 
 def test_the_first_round_has_nothing_to_choose_and_is_fedavgs():
-    adaptive, plain = trial(partialfed_adaptive()), trial(fedavg())
-    adaptive.advance()
-    plain.advance()
-    assert is_equal(adaptive.server.shared, plain.server.shared)
+    adaptive, average = trial(partialfed_adaptive()), trial(fedavg())
+    advance(adaptive, average)
+    assert is_equal(adaptive.server.shared, average.server.shared)
     assert not any(client.memory[0][LOGITS].any() for client in adaptive.clients.values())
     adaptive.advance()
     assert all(client.memory[0][LOGITS].all() for client in adaptive.clients.values())
@@ -171,10 +156,9 @@ def test_the_gradient_of_the_logits_is_that_of_the_straight_through_estimator(ta
 def test_the_weights_gradients_are_those_of_plain_training():
     plan, server, client, _ = one_round(partialfed_adaptive(), network())
     job = client_init(plan, client, server)
-    model = network()
-    model.load_state_dict({name: {**job.params, **job.rest}[name] for name in plan.initial})
+    model = loaded_with({name: {**job.params, **job.rest}[name] for name in plan.initial})
     x, y = batch(4)
-    nn.functional.cross_entropy(model.train()(x), y).backward()
+    nn.functional.cross_entropy(model(x), y).backward()
     found, rest, _ = compute_gradients(plan, job, x, y, torch.tensor(0))
     for name, parameter in model.named_parameters():
         assert (found[name] - parameter.grad).abs().max() <= 1e-12

@@ -21,7 +21,7 @@ from fedshift.methods.median import median
 from fedshift.methods.multi_krum import multi_krum
 from fedshift.methods.trimmed_mean import trimmed_mean
 from fedshift.utils.errors import UsageError
-from tests.methods.received import aggregate, receive
+from tests.methods import received
 
 ROBUST = [
     median(),
@@ -48,7 +48,8 @@ def states(clients=7, seed=0):
 
 
 def fold(method, uploads, weights=None):
-    return aggregate(method.aggregate, receive(uploads, weights), uploads[0], {"w", "b"} & uploads[0].keys()).entries
+    names = {"w", "b"} & uploads[0].keys()
+    return received.fold(method.aggregator, uploads, uploads[0], names=names, weights=weights).entries
 
 
 def columns(uploads, name):

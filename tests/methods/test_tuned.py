@@ -1,52 +1,39 @@
 """A learning rate, momentum and weight decay of a method's own, against torch.optim; FedAvg with equal weights."""
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
 
 from fedshift.core.optimizer import SGD, AdamW
-from fedshift.core.work import Work
-from fedshift.data.assembly import federation
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.tuned import tuned
 from fedshift.utils.errors import UsageError
-from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
+from tests.methods import plain
+from tests.methods.plain import copied, data, largest_difference, loaded_with, mean, passes, step
 
-SIZES = {"a": 10, "b": 6}
+DATA = data({"a": 10, "b": 6}, (3,))
 
 
-def data():
-    rng = np.random.default_rng(0)
-    arrays = {name: (rng.normal(shift, 1, (n, 3)), np.arange(n) % 2) for shift, (name, n) in enumerate(SIZES.items())}
-    return federation({name: (x, y, x, y) for name, (x, y) in arrays.items()})
+def linear(shape=(3,), classes=3):
+    return nn.Linear(3, classes).double()
 
 
 def trial(method, optimizer=None):
-    settings = Settings(
-        rounds=2, work=Work(batch_size=4, epochs=1), optimizer=optimizer or SGD(lr=0.5), evaluate_every=9
-    )
-    return Trial(method, lambda shape, classes: nn.Linear(3, classes).double(), data(), settings, seed=2)
+    return plain.trial(method, linear, DATA, optimizer=optimizer or SGD(lr=0.5))
 
 
 def mean_of_torch(initial, weights, **sgd):
     """One round of clients that train with ``torch.optim.SGD(**sgd)``, averaged under ``weights``."""
-    total = {name: torch.zeros_like(tensor) for name, tensor in initial.items()}
-    for client in data().clients:
-        model = nn.Linear(3, 2).double()
-        model.load_state_dict(initial)
+    states = []
+    for client in DATA.clients:
+        model = loaded_with(initial, linear)
         optimizer = torch.optim.SGD(model.parameters(), **sgd)
-        for batch in torch.from_numpy(stream(2, "order", client.name, 0).permutation(len(client.train))).split(4):
-            optimizer.zero_grad()
-            nn.functional.cross_entropy(model(client.train.x[batch]), client.train.y[batch]).backward()
-            optimizer.step()
-        for name, tensor in model.state_dict().items():
-            total[name] += weights[client.name] * tensor
-    return total
+        for x, y in passes(client, 0):
+            step(optimizer, nn.functional.cross_entropy(model(x), y))
+        states.append(copied(model))
+    return mean(states, weights.values())
 
 
 @pytest.mark.parametrize(
@@ -68,8 +55,7 @@ def mean_of_torch(initial, weights, **sgd):
 def test_clients_train_and_weigh_as_asked(method, weights, sgd):
     running = trial(method)
     running.advance()
-    for name, tensor in mean_of_torch(running.plan.initial, weights, **sgd).items():
-        assert (running.server.shared[name] - tensor).abs().max() <= 1e-14
+    assert largest_difference(running.server.shared, mean_of_torch(running.plan.initial, weights, **sgd)) <= 1e-14
 
 
 def test_other_settings_stay_the_experiments():

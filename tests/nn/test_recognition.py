@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from fedshift.config.expressions import list_catalog
-from fedshift.core.network import compute_outputs
+from fedshift.core.network import compute_features, forward
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.evaluation.batch_norm import reestimate_statistics
@@ -307,8 +307,7 @@ def test_policies_treat_a_layer_with_an_activation_as_the_two_layers(tiny):
         x = data.inputs(torch.arange(6), torch.float64)
         state = reestimate_statistics(plan, plan.initial, data)
         with torch.no_grad():
-            plan.set_mode(training=True, frozen=True)
-            outputs = compute_outputs(plan, plan.initial, x)
+            outputs, _ = compute_features(plan, plan.initial, x, {}, training=True, frozen=True)
         found.append([*state.values(), outputs])
     assert len(found[0]) == len(found[1])
     assert all(torch.allclose(one, other, rtol=1e-12) for one, other in zip(*found, strict=True))
@@ -317,7 +316,7 @@ def test_policies_treat_a_layer_with_an_activation_as_the_two_layers(tiny):
 def test_freezing_and_statistics_of_layers_that_use_them_otherwise_are_refused():
     sample = torch.zeros(1, 1, 4, 4)
     model = nn.Sequential(nn.Conv2d(1, 4, 3), Never(4), nn.Flatten(), nn.Linear(16, 2))
-    with pytest.raises(UsageError, match=r"layer '1' is a Never, which writes into '1.running_mean'"):
+    with pytest.raises(UsageError, match=r"'1.running_mean' belongs to a Never, which writes into it"):
         prepare(fixbn(), model, optimizer=SGD(lr=0.1), sample=sample)
     plan = prepare(fedbn(), model, optimizer=SGD(lr=0.1), sample=sample)
     for policy in ("reestimate", "mixed", "tent", "finetune_bn"):
@@ -328,7 +327,7 @@ def test_freezing_and_statistics_of_layers_that_use_them_otherwise_are_refused()
 
 def test_a_dropout_inside_a_normalization_stays_as_it_is_where_statistics_are_frozen():
     plan = prepare(fixbn(), Shallow(), optimizer=SGD(lr=0.1))
-    plan.set_mode(training=True, frozen=True)
+    forward(plan, {**plan.initial}, X.float(), training=True, frozen=True)
     assert [plan.module.norm2.training, plan.module.norm2.drop.training] == [False, True]
 
 

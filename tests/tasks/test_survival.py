@@ -9,7 +9,7 @@ import torch
 
 import fedshift
 from fedshift.analysis.influence import find_influence, vary
-from fedshift.core.loss import LOSSES, Cox
+from fedshift.core.loss import LOSSES, cox, make_loss
 from fedshift.report.survival import list_survival_tables
 from fedshift.results.schema import compute_metric, rows_to_frame
 from fedshift.tasks import Survival
@@ -79,7 +79,7 @@ def test_without_comparable_pairs_there_is_no_concordance():
 
 @pytest.mark.parametrize("ties", ["breslow", "efron", "order"])
 def test_cox_is_the_textbooks_likelihood_and_works_side_by_side(ties):
-    loss, several = Cox(ties=ties), [draw(25, seed) for seed in range(3)]
+    loss, several = make_loss(cox, ties=ties), [draw(25, seed) for seed in range(3)]
     values = [loss(risk, y) for risk, y in several]
     for value, (risk, y) in zip(values, several, strict=True):
         assert float(value) == pytest.approx(likelihood_by_loops(risk, y, ties) / len(y), rel=1e-12)
@@ -103,7 +103,7 @@ def test_efrons_likelihood_has_its_maximum_and_patients_their_concordance_where_
     weights = torch.tensor(fitted.params_.to_numpy()[:, None])
 
     def lose(weights):
-        return len(y) * Cox(ties="efron")(torch.tensor(x) @ weights, y)
+        return len(y) * make_loss(cox, ties="efron")(torch.tensor(x) @ weights, y)
 
     assert float(lose(weights)) == pytest.approx(-fitted.log_likelihood_, rel=1e-12)
     slope = torch.func.grad(lose)(weights)
@@ -117,18 +117,18 @@ def test_efrons_likelihood_has_its_maximum_and_patients_their_concordance_where_
 
 def test_without_ties_all_treatments_agree_and_without_events_the_loss_is_zero():
     risk, y = draw(40, 5, ties=False)
-    values = {float(Cox(ties=ties)(risk, y)) for ties in ("breslow", "efron", "order")}
+    values = {float(make_loss(cox, ties=ties)(risk, y)) for ties in ("breslow", "efron", "order")}
     assert max(values) - min(values) < 1e-14
     y[:, 1] = 0
     free = risk.clone().requires_grad_()
-    Cox()(free, y).backward()
-    assert float(Cox()(risk, y)) == 0
+    make_loss(cox)(free, y).backward()
+    assert float(make_loss(cox)(risk, y)) == 0
     assert not free.grad.any()
 
 
 def test_risks_too_large_for_exponentials_have_finite_losses():
     risk, y = draw(30, 1)
-    assert math.isfinite(float(Cox()(1e4 * risk.float(), y.float())))
+    assert math.isfinite(float(make_loss(cox)(1e4 * risk.float(), y.float())))
 
 
 @pytest.mark.parametrize(
@@ -148,7 +148,7 @@ def test_impossible_times_and_events_are_refused_by_sample(row, told):
 
 
 def test_settings_that_mean_nothing_are_refused():
-    assert LOSSES.parse("cox(ties='efron')") == Cox(ties="efron")
+    assert LOSSES.parse("cox(ties='efron')") == make_loss(cox, ties="efron")
     with pytest.raises(UsageError, match="ties='exact' is unknown"):
         LOSSES.parse("cox(ties='exact')")
     censored, event = torch.tensor([[1.0, 0.0], [2.0, 0.0]]), torch.tensor([[1.0, 1.0]])

@@ -33,6 +33,18 @@ def test_of_two_processes_that_measure_the_same_the_first_to_end_decides(monkeyp
     assert sorted(found["seconds"] for found in json.loads((tmp_path / "times.json").read_text()).values()) == [1, 3]
 
 
+@pytest.mark.parametrize("content", ["", "[]", '{"x": 1', "\x00"])
+def test_damaged_measurements_are_taken_again_and_unwritable_ones_each_time(tmp_path, monkeypatch, content):
+    taken = []
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path))
+    (tmp_path / "times.json").write_text(content)
+    for times in (1, 1):
+        assert cached_measurement("times.json", "layer", lambda: taken.append(1) or {"seconds": 1}) == {"seconds": 1}
+        assert len(taken) == times
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "times.json" / "below"))
+    assert cached_measurement("times.json", "layer", lambda: {"seconds": 2}) == {"seconds": 2}
+
+
 def test_nothing_waits_for_a_pipe_and_a_file_behind_a_link_is_read(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(NotRegular, match="it is a pipe, not a regular file"):

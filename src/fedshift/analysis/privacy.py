@@ -21,7 +21,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from decimal import ROUND_CEILING, Context
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..utils.errors import UsageError
 from ..utils.words import join_choices
@@ -38,13 +38,15 @@ UPWARD = Context(prec=3, rounding=ROUND_CEILING)
 
 @runtime_checkable
 class Mechanism(Protocol):
-    """An aggregation that hides each client in Gaussian noise, or a rule that hides each sample.
+    """A rule that hides each client in Gaussian noise, as it ``aggregates``, or each sample.
 
     ``noise_multiplier``: standard deviation divided by the largest norm of a client's change or a sample's gradient.
     ``delta``: probability that epsilon fails. ``secret``: whether the noise cannot be reproduced; otherwise it is
     determined by the seed and the method.
     """
 
+    @property
+    def aggregates(self) -> bool: ...  # noqa: D102
     @property
     def noise_multiplier(self) -> float: ...  # noqa: D102
     @property
@@ -95,9 +97,9 @@ def compute_epsilon(noise_multiplier: float, sampling: float, rounds: int, delta
         return max(0.0, float(accountant.get_epsilon(delta, alphas=ORDERS)))
 
 
-def find_mechanism(parts: Iterable[object]) -> Mechanism | None:
-    """Return the first of ``parts`` that hides clients (an aggregation) or samples (a rule) in noise, if one does."""
-    return next((part for part in parts if isinstance(part, Mechanism)), None)
+def find_mechanism(rules: Iterable[Any], *, clients: bool) -> Mechanism | None:
+    """Return the first of a method's rules that hides ``clients``, otherwise samples, in noise; None: none does."""
+    return next((rule for rule in rules if isinstance(rule, Mechanism) and rule.aggregates is clients), None)
 
 
 def describe_guarantee(mechanism: Mechanism, sampling: float, rounds: int, uncovered: Sequence[str] = ()) -> str:

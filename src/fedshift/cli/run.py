@@ -247,7 +247,7 @@ def _print_profile(console: Console, seconds: Seconds, whole: float, device: str
     """Print a table of the parts, and how close training came to the measured peak."""
     from rich.table import Table
 
-    from ..engines.cost_model import measure_peak
+    from ..engines.auto import measure_peak
 
     done, total = seconds.pop(OPERATIONS, 0.0), sum(seconds.values())
     table = Table(box=None)

@@ -1,8 +1,8 @@
 """A stable text description of a network: the types and settings of its layers, the shapes and dtypes of its tensors.
 
-A checkpoint can be resumed by any network with the same description. The description excludes the ``repr`` of layers,
-which changes between releases of torch, and default settings of torch's and torchvision's layers, which releases
-extend.
+In comes a network; out goes a text, with which a checkpoint can be resumed by any network of the same text. It excludes
+the ``repr`` of layers, which changes between releases of torch, and default settings of torch's and torchvision's
+layers, which releases extend.
 """
 
 from __future__ import annotations
@@ -31,27 +31,21 @@ def architecture(module: nn.Module) -> str:
     names: dict[int, str] = {}
     lines = []
     for path, layer in module.named_modules(remove_duplicate=False):
-        kind = nn.Conv2d if type(layer) is FastConv2d else type(layer)
-        settings = (f"{name}={value}" for name, value in sorted(_settings(layer, kind).items()))
-        tensors = {**layer._parameters, **layer._buffers}
-        shapes = (f"{name}: {_shape(path, name, tensors[name], names)}" for name in sorted(tensors))
+        kind: type = nn.Conv2d if type(layer) is FastConv2d else type(layer)
+        texts = {name: _text(value) for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
+        settings = [f"{name}={text}" for name, text in sorted(texts.items()) if text != _defaults(kind).get(name)]
+        tensors = sorted({**layer._parameters, **layer._buffers}.items())
+        shapes = [f"{name}: {_shape(f'{path}.{name}'.lstrip('.'), tensor, names)}" for name, tensor in tensors]
         lines.append(f"{path} {_name(kind)}({', '.join(settings)}) {', '.join(shapes)}".strip())
     return "\n".join(lines)
 
 
-def _settings(layer: nn.Module, kind: type) -> dict[str, str]:
-    defaults = _defaults(kind)
-    public = {name: value for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
-    return {name: text for name, value in public.items() if (text := _text(value)) != defaults.get(name)}
-
-
-def _shape(path: str, name: str, tensor: Tensor | None, names: dict[int, str]) -> str:
+def _shape(name: str, tensor: Tensor | None, names: dict[int, str]) -> str:
     """Return a tensor's dtype and shape, or its name in ``names``; add a new tensor to ``names``."""
     if tensor is None:
         return "none"
-    full_name = f"{path}.{name}".lstrip(".")
-    first = names.setdefault(id(tensor), full_name)
-    return f"{tensor.dtype}{tuple(tensor.shape)}" if first == full_name else first
+    first = names.setdefault(id(tensor), name)
+    return f"{tensor.dtype}{tuple(tensor.shape)}" if first == name else first
 
 
 @cache
@@ -64,27 +58,18 @@ def _defaults(kind: type) -> Mapping[str, str]:
 
 def _text(value: Any) -> str:
     """Describe ``value`` identically in every process, and equal values of NumPy and Python alike."""
-    if value is None or isinstance(value, str | bool | torch.dtype):
-        return repr(value)
-    if isinstance(value, Enum):
-        return str(value)
-    if isinstance(value, int):
-        return repr(int(value))
-    if isinstance(value, float):
-        return repr(float(value))
-    if isinstance(value, list | tuple):
-        return f"({', '.join(map(_text, value))})"
-    if isinstance(value, set | frozenset):
-        return f"{{{', '.join(sorted(map(_text, value)))}}}"
-    if isinstance(value, Mapping):
-        return f"{{{', '.join(f'{_text(key)}: {_text(each)}' for key, each in value.items())}}}"
-    if isinstance(value, partial):
-        return f"{_text(value.func)}({_text(value.args)}, {_text(value.keywords)})"
-    if isinstance(value, type):
-        return _name(value)
-    if callable(value) and not isinstance(value, nn.Module):
-        return str(getattr(value, "__name__", _name(type(value))))
-    return _name(type(value))
+    if isinstance(value, int | float) and not isinstance(value, bool | Enum):
+        return repr(float(value) if isinstance(value, float) else int(value))
+    if isinstance(value, Mapping | partial):
+        return _text(list(value.items()) if isinstance(value, Mapping) else [value.func, value.args, value.keywords])
+    if isinstance(value, list | tuple | set | frozenset):
+        texts = map(_text, value)
+        return f"({', '.join(sorted(texts) if isinstance(value, set | frozenset) else texts)})"
+    if value is None or isinstance(value, str | bool | torch.dtype | Enum):
+        return str(value) if isinstance(value, Enum) else repr(value)
+    if isinstance(value, nn.Module) or not callable(value):
+        return _name(type(value))
+    return _name(value) if isinstance(value, type) else str(getattr(value, "__name__", _name(type(value))))
 
 
 def _name(kind: type) -> str:

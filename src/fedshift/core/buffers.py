@@ -1,11 +1,12 @@
 """Buffers: the kind of each, from its module and from passes in training, and the server's values.
 
-Running statistics and counters of normalization and other moving averages are averaged like parameters: a new value is
-the old one times a constant plus a function of the batch, so that the mean of averages is the average of means. Other
-buffers have no mean. Constants stay unchanged. State that training changes (a queue and its pointer, a codebook, an
-observer's range) stays on the client, which takes the server's before its first round; the server has the values of
-one client, with the largest weight, the first by name among equals. Vectors of torch's ``spectral_norm`` (Miyato et al.
-2018, arXiv:1802.05957) belong to a weight: for a mean of weights, they are its first singular vectors.
+In: a network and a batch. Out: the entries with their kinds, and what replaces a mean in the server's model. Running
+statistics and counters of normalization and other moving averages are averaged like parameters: a new value is the old
+one times a constant plus a function of the batch, so that the mean of averages is the average of means. Other buffers
+have no mean. Constants stay unchanged. State that training changes (a queue and its pointer, a codebook, an observer's
+range) stays on the client, which takes the server's before its first round; the server has the values of one client,
+with the largest weight, the first by name among equals. Vectors of torch's ``spectral_norm`` (Miyato et al. 2018,
+arXiv:1802.05957) belong to a weight: for a mean of weights, they are its first singular vectors.
 """
 
 from __future__ import annotations
@@ -21,12 +22,12 @@ from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 
-from ..nn.recognition import Call, FunctionCalls
+from ..nn.recognition import Call, recorded_calls
 from ..nn.surgery import BATCH_NORM
+from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, pick
 from ..utils.words import Information, join_some
-from .network import forward
-from .plan import Plan
+from .network import Network, forward
 from .selection import KINDS, Entry, Kind
 
 CLOSE = 1e-4
@@ -34,28 +35,28 @@ CLOSE = 1e-4
 
 
 @torch.no_grad()
-def observe_entries(plan: Plan, x: Tensor) -> tuple[Entry, ...]:
-    """Return the entries of ``plan`` with what training shows of its buffers and of BatchNorm in functions.
+def observe_entries(network: Network, x: Tensor) -> tuple[Entry, ...]:
+    """Return the entries of ``network`` with what training shows of its buffers and of BatchNorm in functions.
 
-    ``x [B, ...]``: inputs of a batch. ``plan.traits`` says which buffers training changes.
+    ``x [B, ...]``: inputs of a batch. ``network.traits`` says which buffers training changes.
     """
-    after, kinds = _train_once(plan, plan.initial, x)
-    seen = _apply_kinds(plan, kinds)
-    changing = [entry.name for entry in seen if entry.kind == "constant" and entry.moves]
-    averages = _find_averages(plan, changing, after, x)
+    after, kinds = _train_once(network, network.initial, x)
+    owners = {entry.owner for entry in network.entries if entry.name in kinds}
+    entries = [_observe(entry, network, kinds, computes=entry.owner in owners) for entry in network.entries]
+    changing = [entry.name for entry in entries if entry.kind == "constant" and entry.moves]
+    averages = _find_averages(network, changing, after, x)
     found: dict[str, Kind] = {name: "average" if name in averages else "state" for name in changing}
-    return tuple(replace(entry, kind=found.get(entry.name, entry.kind)) for entry in seen)
+    return tuple(replace(entry, kind=found.get(entry.name, entry.kind)) for entry in entries)
 
 
-def _train_once(plan: Plan, state: State, x: Tensor) -> tuple[State, dict[str, Kind | None]]:
+def _train_once(network: Network, state: State, x: Tensor) -> tuple[State, dict[str, Kind | None]]:
     """Return ``state`` after a pass in training, and BatchNorm's entries; statistics with their kind."""
     state = clone(state)
-    tensors = (*plan.module.named_parameters(), *plan.module.named_buffers(), *state.items())
+    tensors = (*network.module.named_parameters(), *network.module.named_buffers(), *state.items())
     names = {id(tensor): name for name, tensor in tensors}
-    with torch.random.fork_rng(devices=[]), FunctionCalls(plan.module, BATCH_NORM) as calls:
-        torch.default_generator.manual_seed(0)
-        forward(plan, state, x, training=True)
-    taken = [pair for call in calls.found for pair in _name_arguments(call).items()]
+    with torch_stream(0, "buffers"), recorded_calls(network.module, BATCH_NORM) as calls:
+        forward(network, state, x, training=True)
+    taken = [pair for call in calls for pair in _name_arguments(call).items()]
     return state, {names[id(tensor)]: KINDS.get(name) for name, tensor in taken if id(tensor) in names}
 
 
@@ -65,37 +66,36 @@ def _name_arguments(call: Call) -> dict[str, Any]:
     return dict(zip(order, call.args[1:], strict=False)) | call.kwargs
 
 
-def _apply_kinds(plan: Plan, kinds: dict[str, Kind | None]) -> list[Entry]:
-    """Return the entries with ``kinds`` of those with which BatchNorm is computed, and whether buffers change."""
-    changing = plan.traits.changing or frozenset()
-    owners = {entry.owner for entry in plan.entries if entry.name in kinds}
-    seen = []
-    for entry in plan.entries:
-        kind, normal = kinds.get(entry.name) or entry.kind, entry.in_batch_norm
-        moves = not entry.is_buffer or entry.name in changing
-        if isinstance(entry.owner, _BatchNorm):
-            moves |= entry.name not in kinds  # the pass did not call it
-        elif entry.owner in owners:
-            tensor = plan.initial[entry.name]
-            counts = entry.kind == "constant" and moves and not tensor.ndim and tensor.dtype == torch.int64
-            kind, normal = "counter" if counts else kind, counts or entry.name in kinds
-        kind = "hidden" if entry.kind == "hidden" else kind
-        seen.append(replace(entry, kind=kind, in_batch_norm=normal, moves=moves))
-    return seen
+def _observe(entry: Entry, network: Network, kinds: dict[str, Kind | None], *, computes: bool) -> Entry:
+    """Return the entry with its kind, if BatchNorm takes it, and whether training changes it.
+
+    ``kinds``: of the entries that BatchNorm takes. ``computes``: whether the entry's owner computes BatchNorm.
+    """
+    kind, normal = kinds.get(entry.name) or entry.kind, entry.in_batch_norm
+    moves = not entry.is_buffer or entry.name in (network.traits.changing or ())
+    if isinstance(entry.owner, _BatchNorm):
+        moves |= entry.name not in kinds  # the pass did not call it
+    elif computes:
+        tensor = network.initial[entry.name]
+        counts = entry.kind == "constant" and moves and not tensor.ndim and tensor.dtype == torch.int64
+        kind, normal = "counter" if counts else kind, counts or entry.name in kinds
+    return replace(entry, kind="hidden" if entry.kind == "hidden" else kind, in_batch_norm=normal, moves=moves)
 
 
-def _find_averages(plan: Plan, changing: Sequence[str], after: State, x: Tensor) -> frozenset[str]:
+def _find_averages(network: Network, changing: Sequence[str], after: State, x: Tensor) -> frozenset[str]:
     """Return which of the buffers ``changing`` are moving averages: linear in their old values, by one constant.
 
     ``after``: the entries after a pass with the batch ``x``. Buffers of one module are moving averages together.
     """
-    shifts = State()
-    for name, start in pick(plan.initial, changing).items():
-        if start.is_floating_point() and start.numel() and start.isfinite().all():
-            shifts[name] = torch.linspace(0.5, 1.5, start.numel()).to(start).view_as(start)
+    shifts = {
+        name: torch.linspace(0.5, 1.5, start.numel()).to(start).view_as(start)
+        for name, start in pick(network.initial, changing).items()
+        if start.is_floating_point() and start.numel() and start.isfinite().all()
+    }
     if not shifts:
         return frozenset()
-    shifted, _ = _train_once(plan, plan.initial | {name: plan.initial[name] + by for name, by in shifts.items()}, x)
+    start = network.initial | {name: network.initial[name] + by for name, by in shifts.items()}
+    shifted, _ = _train_once(network, start, x)
 
     def is_average(name: str) -> bool:
         if name not in shifts or after[name].shape != shifts[name].shape:
@@ -115,14 +115,14 @@ def list_kept(entries: Sequence[Entry], loaded: frozenset[str]) -> frozenset[str
     return frozenset(entry.name for entry in loads if entry.kind == "state").union(lone)
 
 
-def fit_spectral_norms(plan: Plan, state: State) -> State:
+def fit_spectral_norms(network: Network, state: State) -> State:
     """Return ``state`` with the vectors of ``spectral_norm`` that belong to its weights: their singular vectors.
 
     Layers whose entries ``state`` lacks, or whose weight is not finite, keep theirs.
     """
     fitted = dict(state)
-    for prefix in {entry.name.rsplit(".", 2)[0]: None for entry in plan.entries if entry.kind == "spectral"}:
-        steps: Any = plan.module.get_submodule(prefix)
+    for prefix in {entry.name.rsplit(".", 2)[0]: None for entry in network.entries if entry.kind == "spectral"}:
+        steps: Any = network.module.get_submodule(prefix)
         entries: dict[str, Any] = {name: fitted.get(f"{prefix}.{name}") for name in steps.state_dict()}
         if any(tensor is None or not tensor.isfinite().all() for tensor in entries.values()):
             continue
@@ -146,25 +146,26 @@ def _find_vectors(step: _SpectralNorm, weight: Tensor) -> tuple[Tensor, Tensor]:
     return u.to(weight.dtype), v.to(weight.dtype)
 
 
-def describe_buffers(plan: Plan) -> Iterator[str]:
+def describe_buffers(network: Network) -> Iterator[str]:
     """Yield what the user should know of buffers: those that are not averaged, and statistics that are frozen."""
-    names = {kind: [e.name for e in plan.entries if e.kind == kind] for kind in ("state", "spectral", "average")}
-    if state := names["state"]:
+    kinds: tuple[Kind, ...] = ("state", "hidden", "spectral", "average")
+    state, hidden, spectral, averages = ([e.name for e in network.entries if e.kind == kind] for kind in kinds)
+    if state:
         yield (
             f"training changes {join_some(state)}, and a mean of clients would make no sense: each client keeps its "
             "state, and the server's model has that of the client with the largest weight"
         )
-    if hidden := [entry.name for entry in plan.entries if entry.kind == "hidden"]:
+    if hidden:
         yield f"{join_some(hidden)}, not persistent, stay on each client, and the server's model has the initial values"
-    if spectral := {name.rsplit(".parametrizations.", 1)[0]: None for name in names["spectral"]}:
+    if layers := {name.rsplit(".parametrizations.", 1)[0]: None for name in spectral}:
         yield Information(
-            f"vectors of spectral_norm in {join_some(spectral)} are computed from the averaged weights, not averaged"
+            f"vectors of spectral_norm in {join_some(layers)} are computed from the averaged weights, not averaged"
         )
-    if averages := names["average"]:
+    if averages:
         yield Information(f"{join_some(averages)}: moving averages, which are averaged like parameters")
-    frozen = [entry for entry in plan.entries if entry.kind == "variance" and not entry.moves]
-    if kept := [entry.name.rpartition(".")[0] for entry in frozen if entry.name in plan.personal]:
+    frozen = [entry for entry in network.entries if entry.kind == "variance" and not entry.moves]
+    if kept := [entry.name.rpartition(".")[0] for entry in frozen if entry.name in network.personal]:
         yield (
-            f"{plan.method.label} keeps statistics of BatchNorm that training does not change ({join_some(kept)} is "
+            f"{network.label} keeps statistics of BatchNorm that training does not change ({join_some(kept)} is "
             "frozen): there it differs from a method that shares them at most by affine parameters"
         )

@@ -6,6 +6,7 @@ the fix. What only a run can show is found by :mod:`fedshift.core.dry_run`.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, pairwise
 from typing import Any, TypeVar
@@ -20,13 +21,11 @@ from ..nn.several_inputs import find_inputs, name_inputs
 from ..tasks import Classification, Task
 from ..utils.errors import UsageError
 from ..utils.state import State, join_states, pick
-from .aggregation import Aggregation
 from .declarations import Send
-from .loss import CrossEntropy, Loss
+from .loss import Loss, cross_entropy
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
-from .rule import Rule
 from .selection import entries, norm_statistics
 
 Names = TypeVar("Names")
@@ -125,11 +124,12 @@ def check_task(method: Method, task: Task) -> None:
             raise UsageError(f"method {method.label!r}: {rule.needs_classes}, {why}")
 
 
-def check_client_count(aggregate: Aggregation, clients: int) -> None:
-    """Raise :class:`UsageError` if ``clients`` participants per round are too few for the aggregation."""
-    if clients < aggregate.min_clients:
-        why = f"needs at least {aggregate.min_clients} clients in a round, but {clients} take part"
-        raise UsageError(f"{aggregate!r} {why}: let more take part, or tolerate fewer faulty clients")
+def check_client_count(method: Method, clients: int) -> None:
+    """Raise :class:`UsageError` if ``clients`` participants per round are too few for a rule."""
+    for rule in method.rules:
+        if clients < rule.min_clients:
+            why = f"needs at least {rule.min_clients} clients in a round, but {clients} take part"
+            raise UsageError(f"{rule!r} {why}: let more take part, or tolerate fewer faulty clients")
 
 
 def check_batch_size(plan: Plan) -> None:
@@ -145,7 +145,7 @@ def check_batch_size(plan: Plan) -> None:
 
 def check_composition(plan: Plan) -> None:
     """Raise :class:`UsageError` if components of the method conflict; called before rules are bound."""
-    _refuse(plan, _list_repeated(plan), _list_second_models(plan), _list_unshared(plan))
+    _refuse(plan, _list_repeated(plan), _list_second_models(plan), _list_unshared(plan), _list_conflicting_folds(plan))
 
 
 def check_plan(plan: Plan) -> None:
@@ -158,13 +158,7 @@ def check_plan(plan: Plan) -> None:
 
 def _refuse(plan: Plan, *refusals: Iterator[str]) -> None:
     for why in chain(*refusals):
-        raise UsageError(f"method {plan.method.label!r}: {why}")
-
-
-def _list_parts(plan: Plan) -> list[tuple[Rule | Aggregation, str]]:
-    """Return what acts in a method, and the names of the components that chose it."""
-    parts: list[Rule | Aggregation] = [*plan.method.rules, plan.method.aggregate]
-    return [(part, plan.method.name_source(part)) for part in parts]
+        raise UsageError(f"method {plan.label!r}: {why}")
 
 
 def _list_repeated(plan: Plan) -> Iterator[str]:
@@ -193,7 +187,7 @@ def _name_tuning(method: Method) -> str:
 def _list_unshared(plan: Plan) -> Iterator[str]:
     """Yield the components that use shared entries, or replace their aggregation, where clients share none."""
     method = plan.method
-    uses = [(part.needs_shared, source) for part, source in _list_parts(plan) if part.needs_shared]
+    uses = [(rule.needs_shared, method.name_source(rule)) for rule in method.rules if rule.needs_shared]
     if method.finetune:
         uses.append(("fine-tuning for use starts from what clients share", _name_tuning(method)))
     if method.pooled:
@@ -203,29 +197,43 @@ def _list_unshared(plan: Plan) -> Iterator[str]:
         other = method.name_sources(lambda method: (method.scope, method.trains), "")
     for use, source in uses if method.pooled or not plan.trained & plan.loaded else ():
         yield f"{use}, but {why}: remove {' or '.join(dict.fromkeys(filter(None, (source, other))))}"
-    stepping = method.name_sources(lambda method: method.server) if method.server else ""
-    combining = "" if method.aggregate.sums else method.name_source(method.aggregate)
-    if (combining or stepping) and (method.pooled or not plan.sent & plan.trained):
-        why = f"replaces the aggregation, but there is nothing to aggregate: {why}"
-        yield f"{combining or stepping} {why}: remove {' or '.join(filter(None, (combining or stepping, other)))}"
-    if plan.mixes and method.server:
-        yield f"{combining} sends each client its own mix of uploads, but {stepping} updates one global model{REMOVE}"
+    for rule in filter(None, (method.aggregator, method.stepper)):
+        if method.pooled or not plan.sent & plan.trained:
+            parts = " or ".join(filter(None, (source := method.name_source(rule), other)))
+            yield f"{source} replaces the aggregation, but there is nothing to aggregate: {why}: remove {parts}"
+
+
+def _list_conflicting_folds(plan: Plan) -> Iterator[str]:
+    method = plan.method
+    for rule in method.rules:
+        source = method.name_source(rule)
+        if rule.mixes and method.stepper:
+            why = f"but {method.name_source(method.stepper)} updates one global model"
+            yield f"{source} sends each client its own mix of uploads, {why}{REMOVE}"
+        if rule.needs_mean and method.aggregator:
+            yield f"{rule.needs_mean}, but {method.name_source(method.aggregator)} does not average{REMOVE}"
 
 
 def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
     """Yield what is wrong in the declarations of a rule, or does not fit the plan."""
     bound, source = plan.rules[index], plan.rules[index].rule.source_method
-    names = [*bound.model, *bound.params, *bound.buffers, *bound.memory]
+    device = next(iter(plan.initial.values())).device
+    names = Counter(chain(bound.model, bound.params, bound.buffers, bound.memory))
+    kept = chain(bound.on_client.items(), bound.server.items(), bound.kept.items())
+    misplaced = {name for name, tensor in kept if getattr(tensor, "device", None) != device}
+    trained = {**pick(bound.model, plan.trained), **bound.params}
+    converted = {name for name, tensor in trained.items() if getattr(tensor, "dtype", None) != plan.dtype}
     for wrong, why in (
-        ({name for name in names if names.count(name) > 1}, "{!r} twice: rename one"),
+        ({name for name, count in names.items() if count > 1}, "{!r} twice: rename one"),
         (plan.initial.keys() & {*bound.names.values()}, "its own entry {!r}, a name of the model: rename it"),
         (bound.limits.keys() - bound.params.keys(), "limits of {!r}, which is not in params: correct its bind()"),
         (bound.model.keys() - plan.initial.keys(), "a network with {!r}, which the model lacks: correct its bind()"),
         (bound.growing.keys() - bound.server.keys(), "{!r} as growing, which is not in server: correct its bind()"),
+        (misplaced, f"{{!r}}, which is no tensor on {device}, as the model's: make it from one (new_zeros)"),
+        (converted, f"{{!r}}, which is not {plan.dtype}, as the model: make it from an entry (new_zeros)"),
     ):
         if wrong:
             yield f"{source} declares {why.format(min(wrong))}"
-    yield from _list_wrong_tensors(plan, index)
     if len({phase.when == "during" for phase in bound.phases if phase.trains == "own"}) > 1:
         yield f"{source} trains its own parameters both in the model's steps and in separate passes: choose one"
     for phase in bound.phases:
@@ -234,21 +242,6 @@ def _list_wrong_declarations(plan: Plan, index: int) -> Iterator[str]:
         if phase.trains != "own" and not phase.trains & plan.trained:
             name, fixing = min(phase.trains, default="nothing"), plan.method.name_sources(lambda method: method.trains)
             yield f"{source} has a phase that trains {name!r}, which {fixing} leaves untrained{REMOVE}, or other layers"
-
-
-def _list_wrong_tensors(plan: Plan, index: int) -> Iterator[str]:
-    """Yield tensors of a rule on another device than the model, and trained ones of another type."""
-    bound, device = plan.rules[index], next(iter(plan.initial.values())).device
-    for name, tensor in chain(bound.on_client.items(), bound.server.items()):
-        trained = tensor is bound.on_client.get(name) and bound.names.get(name) in plan.own_trained[index]
-        if not isinstance(tensor, Tensor):
-            what = type(tensor).__name__
-        elif tensor.device != device or (trained and tensor.dtype != plan.dtype):
-            what = f"{tensor.dtype} on {tensor.device}"
-        else:
-            continue
-        like = f"the model is {plan.dtype} on {device}: make it from an entry of the plan (new_zeros)"
-        yield f"{type(bound.rule).__name__}.bind() declares {name!r} as {what}, and {like}"
 
 
 def _list_wrong_sets(plan: Plan, index: int) -> Iterator[str]:
@@ -266,7 +259,7 @@ def _list_wrong_sets(plan: Plan, index: int) -> Iterator[str]:
 def _list_changed_steps(plan: Plan) -> Iterator[str]:
     """Yield what keeps a step from moving every parameter along its gradient, for claims about such steps."""
     optimizer = plan.optimizer
-    for part in (part for part, _ in _list_parts(plan) if part.needs_plain_steps):
+    for part in (rule for rule in plan.method.rules if rule.needs_plain_steps):
         allowed = "SGD whose momentum is reset each round" if part.allows_momentum else "SGD without momentum"
         fix = "with keep=False" if part.allows_momentum else "with momentum=0"
         if not isinstance(optimizer, SGD) or (optimizer.momentum and (optimizer.keep or not part.allows_momentum)):
@@ -281,15 +274,16 @@ def _list_changed_steps(plan: Plan) -> Iterator[str]:
 def _list_uploads_beside(plan: Plan) -> Iterator[str]:
     """Yield what the server reads of single clients beside the entries that an aggregation protects."""
     state = [entry for entry in plan.entries if entry.kind == "state" and entry.name in plan.sent]
-    for part, source in ((part, source) for part, source in _list_parts(plan) if part.needs_entries_only):
-        for entry in state:
+    for bound in plan.rules:
+        why, source = bound.rule.needs_entries_only, bound.rule.source_method
+        for entry in state if why else ():
             fix = "register it with persistent=False, or keep it on clients"
             yield f"the server would take {entry.name!r}, a buffer of a {entry.layer}, from one client: {fix}"
-        for rule, bound in ((bound.rule.source_method, bound) for bound in plan.rules):
-            why, sent = part.needs_entries_only, ", ".join(sorted(bound.sends))
+        for other in plan.rules if why else ():
+            rule, sent = other.rule.source_method, ", ".join(sorted(other.sends))
             if sent:
                 yield f"{rule} sends more than the entries that {why} ({sent}): remove one of {rule} and {source}"
-            if bound.entries:
+            if other.entries:
                 beside = f"computes from the entries of single clients, beside those that {why}"
                 yield f"{rule} {beside}: remove one of {rule} and {source}"
 
@@ -341,7 +335,7 @@ def _list_mixed_samples(plan: Plan) -> Iterator[str]:
         yield f"the model writes into {name!r} during training, {why}"
     if isinstance(loss, Loss) and loss.comparing:
         yield f"{what}, but {loss} compares the samples of a batch, so that one has no gradient: choose another loss"
-    if isinstance(loss, CrossEntropy) and loss.weights is not None:
+    if isinstance(loss, Loss) and loss.function is cross_entropy and loss.weights is not None:
         why = "divides by the sum of a batch's weights, so that the weight of a single sample cancels"
         yield f"{what}, but {loss} {why}: use focal(gamma=0, weights={loss.weights!r})"
 
@@ -361,7 +355,7 @@ def _list_reads_of_samples(plan: Plan, index: int) -> Iterator[str]:
 def check_sends(plan: Plan, index: int, sent: State) -> None:
     """Raise :class:`UsageError` unless ``sent`` equals the uploads that the rule at ``index`` declares."""
     if why := find_difference(plan.rules[index].sends, sent, "upload", "the sends of its bind()"):
-        name = f"method {plan.method.label!r}: {plan.rules[index].rule.source_method}"
+        name = f"method {plan.label!r}: {plan.rules[index].rule.source_method}"
         raise UsageError(f"{name} {why}, since consent of sites, policies and differential privacy rely on them")
 
 
@@ -372,7 +366,7 @@ def check_upload(plan: Plan, shared: State, memory: Sequence[State]) -> None:
     upload for each rule.
     """
     if why := find_difference(pick(plan.initial, plan.sent), shared, "upload", "the entries in its scope"):
-        raise UsageError(f"method {plan.method.label!r} {why}")
+        raise UsageError(f"method {plan.label!r} {why}")
     for index, sent in enumerate(memory):
         check_sends(plan, index, sent)
 

@@ -22,7 +22,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from ..nn.attributes import kept_attributes
-from ..nn.recognition import FunctionCalls, placed_hooks, torch_kind
+from ..nn.recognition import placed_hooks, recorded_calls, torch_kind
 from ..nn.surgery import NORMALIZATION
 from ..tasks import Task
 from ..tasks.task import PLURALS
@@ -32,20 +32,13 @@ from ..utils.state import State, clone, pick
 from ..utils.user_code import describe_error
 from .checks import find_difference
 from .declarations import RulePhase
-from .kernel import (
-    broadcast,
-    client_final,
-    client_init,
-    init_client,
-    init_server,
-    personal_state,
-    restart,
-)
+from .kernel import broadcast, client_final, client_init, init_client, init_server, personal_state, restart
 from .method import decides_normalization
 from .network import forward, to_inputs
 from .plan import Plan
 from .probe import make_batch
-from .rule import HOOKS, Declared, Rule, Server, View
+from .rule import HOOKS, Declared, Folded, Rule, Server, View
+from .schedule import CONSTANT
 from .selection import norm_statistics
 from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
@@ -69,24 +62,20 @@ def explained_errors(plan: Plan, sample: Tensor, original: Callable[[], nn.Modul
         raise
     except Exception as error:  # a user's network may raise any type
         check_normalization(plan, sample)
+        why = describe_error(error)
         if plan.method.surgery and _accepts(original(), to_inputs(plan, sample)):
             raise UsageError(
-                f"method {plan.method.label!r}: the model accepts a sample, but not after the method replaced some of "
-                f"its layers ({describe_error(error)}): its forward may read attributes of replaced layers; only call "
-                "layers there, or use a method that keeps them"
+                f"method {plan.label!r}: the model accepts a sample, but not after the method replaced some of its "
+                f"layers ({why}): its forward may read attributes of replaced layers; only call layers there, or use a "
+                "method that keeps them"
             ) from error
-        where = _find_failing_layer(error)
         advice = "Choose a model for this shape, or convert the data to the model's shape (for images: size, channels)"
         if not sample.is_floating_point():
             advice = "Integers are treated as tokens: give measurements as floats (x.astype('float32'))"
-        elif "when training, got input size" in str(error):
-            advice = (
-                "Normalization of one value has no variance: give larger images, or leave normalization out where one "
-                "pixel is left. A layer that also normalizes by the batch in evaluation needs track_running_stats=True"
-            )
-        raise UsageError(
-            f"the model rejects a sample of shape {tuple(sample.shape[1:])}{where}: {describe_error(error)}. {advice}"
-        ) from error
+        elif "when training, got input size" in why:
+            advice = "Normalization of one value has no variance: give larger images, or a layer running statistics"
+        shape = tuple(sample.shape[1:])
+        raise UsageError(f"the model rejects a sample of shape {shape}{_find_layer(error)}: {why}. {advice}") from error
 
 
 @torch.no_grad()
@@ -97,14 +86,13 @@ def _accepts(model: nn.Module, inputs: Tensor) -> bool:
     return False
 
 
-def _find_failing_layer(error: Exception) -> str:
+def _find_layer(error: Exception) -> str:
     """Return name, type and input shape of the innermost layer of the network in which ``error`` was raised."""
-    frames = [frame.f_locals for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
-    names = {layer: name for name, layer in frames[0]["self"].named_modules()} if frames else {}
-    for call in reversed(frames):
-        if name := names.get(call["self"]):
-            shapes = [f", input {tuple(x.shape[1:])}" for x in call["args"] if isinstance(x, Tensor)]
-            return f" in layer {name!r} ({type(call['self']).__name__}{''.join(shapes[:1])})"
+    calls = [frame.f_locals for frame, _ in walk_tb(error.__traceback__) if frame.f_code.co_name == "_call_impl"]
+    names = {layer: name for name, layer in calls[0]["self"].named_modules()} if calls else {}
+    for layer, args in ((call["self"], call["args"]) for call in reversed(calls) if names.get(call["self"])):
+        shapes = [f", input {tuple(x.shape[1:])}" for x in args if isinstance(x, Tensor)]
+        return f" in layer {names[layer]!r} ({type(layer).__name__}{''.join(shapes[:1])})"
     return ""
 
 
@@ -140,44 +128,35 @@ def check_normalization(plan: Plan, sample: Tensor) -> None:
     layers = ((name, layer) for name, layer in plan.module.named_modules() if isinstance(layer, nn.GroupNorm))
     hooks = [layer.register_forward_pre_hook(partial(check, name)) for name, layer in layers]
     # Errors are reported by explained_errors.
-    with placed_hooks(hooks), suppress(Exception), FunctionCalls(plan.module, functions) as calls:
+    with placed_hooks(hooks), suppress(Exception), recorded_calls(plan.module, functions) as calls:
         forward(plan, clone(plan.initial), to_inputs(plan, sample), training=False)
-    for call in (call for call in calls.found if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))):
+    for call in (call for call in calls if not isinstance(call.layer, (*NORMALIZATION, _ConvNd))):
         where = f"its layer {call.name!r}" if call.name else "it"
         raise UsageError(
-            f"method {plan.method.label!r} replaces layers that normalize, but the model also normalizes without one: "
-            f"{where} ({type(call.layer).__name__}) calls {call.function.__name__}: make a layer of it, or use a "
-            "method that keeps normalization"
+            f"method {plan.label!r} replaces layers that normalize, but the model also normalizes without one: {where} "
+            f"({type(call.layer).__name__}) calls {call.function.__name__}: make a layer of it, or keep normalization"
         )
-    if constant:
-        raise UsageError(
-            f"method {plan.method.label!r}: {constant[0]}, and a group of one value is always normalized to 0: "
-            "use fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
-        )
+    for why in constant:
+        fix = "use fewer groups (ln, gn(groups=1)), larger inputs, or a model without normalization there"
+        raise UsageError(f"method {plan.label!r}: {why}, and a group of one value is always normalized to 0: {fix}")
 
 
 @torch.no_grad()
-def check_freezing(plan: Plan, sample: Tensor) -> None:
+def _check_freezing(plan: Plan, sample: Tensor) -> None:
     """Raise :class:`UsageError` if a layer writes into its statistics although they are frozen."""
-    if plan.method.freeze is None:
-        return
     state, inputs = clone(plan.initial), to_inputs(plan, sample)
     moved = inputs + 0.5 if inputs.is_floating_point() else inputs
     forward(plan, state, moved.expand(plan.smallest_batch, *sample.shape[1:]), training=True, frozen=True)
     for entry in filter(norm_statistics, plan.entries):
-        why, layer = "", entry.name.rpartition(".")[0]
-        if not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children()):
-            why = "with other layers that would be frozen, too: move the normalization to a separate layer"
-        elif not torch.equal(state[entry.name], plan.initial[entry.name]):
-            why = f"which writes into it in evaluation too: use torch's {torch_kind(entry.owner).__name__}"
-        if why:
-            raise UsageError(
-                f"method {plan.method.label!r} freezes statistics, but {entry.name!r} of layer {layer!r} belongs to a "
-                f"{entry.layer}, {why}"
-            )
+        composite = not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children())
+        if composite or not torch.equal(state[entry.name], plan.initial[entry.name]):
+            why = "contains layers that would be frozen, too" if composite else "writes into it in evaluation, too"
+            fix = f"{why}: use torch's {torch_kind(entry.owner).__name__}, as a layer of its own"
+            what = f"{entry.name!r} belongs to a {entry.layer}, which {fix}"
+            raise UsageError(f"method {plan.label!r} freezes statistics, but {what}")
 
 
-def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
+def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
     """Raise :class:`UsageError` unless the model has the outputs of ``task``."""
     scores = tuple(forward(plan, clone(plan.initial), to_inputs(plan, sample)).shape[1:])
     wanted = task.output_shape(tuple(sample.shape[1:]), classes)
@@ -189,8 +168,8 @@ def check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None:
         )
 
 
-def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
-    """Raise :class:`UsageError` unless the plan's components do what they declare, in two rounds.
+def check_run(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
+    """Raise :class:`UsageError` unless the network fits frozen statistics and ``task``, and rules do what they declare.
 
     Args:
         plan: The plan.
@@ -199,25 +178,27 @@ def check_rounds(plan: Plan, sample: Tensor, task: Task | None = None, classes: 
         classes: The number of classes, labels or targets of ``task``.
 
     """
-    method = plan.method
-    components = tuple(filter(None, (*method.rules, method.server, method.aggregate)))
-    kind = _identify(plan, components, sample, task, classes)
-    if kind in _PASSED or (components == (method.aggregate,) and method.aggregate.sums):
+    if plan.method.freeze is not None:
+        _check_freezing(plan, sample)
+    if task is not None:
+        _check_outputs(plan, sample, task, classes)
+    kind = _identify(plan, sample, task, classes)
+    if kind in _PASSED or not plan.rules:
         return
     with kept_attributes(plan.module), torch_stream(plan.seed, "dry run"):
         x = make_batch(plan, sample)
         y = _make_targets(plan, x, task, classes)
-        _run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)
+        watched = tuple(_watch(plan, bound) for bound in plan.rules)
+        steady = replace(plan.optimizer, schedule=CONSTANT)  # others may have a rate for one round only
+        _run_rounds(replace(plan, rules=watched, optimizer=steady), x, y)
     if kind is not None:
         _PASSED.add(kind)
 
 
-def _identify(
-    plan: Plan, components: tuple[object, ...], sample: Tensor, task: Task | None, classes: int
-) -> Hashable | None:
+def _identify(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> Hashable | None:
     """Return all that the verdict depends on; None: unknown. Layers count by code: functions may define classes."""
     kind = (
-        *((type(component), *vars(component).items()) for component in components), plan.work, plan.optimizer,
+        *((type(rule), *vars(rule).items()) for rule in plan.method.rules), plan.work, plan.optimizer,
         plan.loss, plan.precision, task, classes, plan.loaded, plan.sent, plan.trained, plan.adopted,
         *(getattr(type(layer).forward, "__code__", type(layer)) for layer in plan.layers),
         *((name, x.shape, x.dtype, x.device) for name, x in {"": sample, **plan.initial}.items()),
@@ -242,7 +223,7 @@ def _make_targets(plan: Plan, x: Tensor, task: Task | None, classes: int) -> Ten
 
 def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
     method, halves = plan.method, list(zip(x.chunk(CLIENTS), y.chunk(CLIENTS), strict=True))
-    count = 1 if method.pooled else max(CLIENTS, method.aggregate.min_clients)
+    count = 1 if method.pooled else max(CLIENTS, *(rule.min_clients for rule in method.rules))
     data = {str(number): halves[number % CLIENTS] for number in range(count)}
     sizes = {name: len(y) for name, (_, y) in data.items()}
     server, clients = init_server(plan), dict.fromkeys(data, init_client(plan))
@@ -250,7 +231,7 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
         updates = {}
         for name, samples in data.items():
             clients[name], updates[name] = _train(plan, clients[name], broadcast(server, name), *samples)
-        with _named(plan, " and ".join(map(repr, filter(None, (method.aggregate, method.server))))):
+        with _named(plan, " and ".join(repr(plan.rules[index].rule) for index in plan.folds)):
             server = server_round(plan, server, updates, sizes)
             uploaded = [pair for update in updates.values() for pair in update.shared.items()]
             _require(find_difference(pick(plan.initial, plan.sent), server.shared, "return"))
@@ -284,7 +265,7 @@ def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
 @contextmanager
 def _named(plan: Plan, what: str, failed: str = "failed on generated samples") -> Iterator[None]:
     """Raise errors of the block as :class:`UsageError` about ``what``."""
-    name = f"method {plan.method.label!r}"
+    name = f"method {plan.label!r}"
     try:
         yield
     except UsageError as error:
@@ -309,17 +290,18 @@ def _watch(plan: Plan, bound: Declared) -> Declared:
 
 def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
     """Return what the hook of a rule returns; raise :class:`UsageError` if that is wrong."""
-    kind, count = Tensor if hook in ("batch", "outputs", "loss") else Mapping, 1 + (hook in ("batch", "end", "fold"))
+    kind: type = {"batch": Tensor, "outputs": Tensor, "loss": Tensor, "fold": Folded}.get(hook, Mapping)
+    count = 1 + (hook in ("batch", "end"))
     failed = "failed on generated samples"
     if hook == "combine_samples":
         failed += f", whose gradients torch.func computes one by one (in {plan.precision})"
     with _named(plan, f"{type(bound.rule).__name__}.{hook}()", failed):
         if hook == "loss" and bound.features and bound.rule.needs_classes:
-            _check_features(bound, arguments[1].features)
+            _require(_find_missing_vector(bound, arguments[1].features))
         result = getattr(bound.rule, hook)(*arguments)
         returned = result if count > 1 and isinstance(result, tuple) else (result,)
         if len(returned) != count or not all(isinstance(value, kind) for value in returned):
-            what = ("tensor" if kind is Tensor else "state") + "s" * (count - 1)
+            what = {Tensor: "tensor", Folded: "fedshift.Folded"}.get(kind, "state") + "s" * (count - 1)
             raise UsageError(f"returns a {type(result).__name__}: return {count} {what}")
         _require(_find_lost_loss(result, arguments[0]) if hook == "loss" else "")
         for expected, actual, verb, where in _list_compared(plan, bound, hook, returned, arguments[0]):
@@ -329,12 +311,13 @@ def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
     return result
 
 
-def _check_features(bound: Declared, z: Tensor) -> None:
-    if z.ndim != 2:
-        raise UsageError(
-            f"{bound.rule.source_method} needs one feature vector per sample, but the input of layer "
-            f"{bound.features!r} has shape {tuple(z.shape[1:])}: choose a model whose classifier receives a vector"
-        )
+def _find_missing_vector(bound: Declared, z: Tensor) -> str:
+    if z.ndim == 2:
+        return ""
+    why = (
+        f"but the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model with a vector there"
+    )
+    return f"{bound.rule.source_method} needs one feature vector per sample, {why}"
 
 
 def _list_compared(
@@ -347,9 +330,13 @@ def _list_compared(
         case "end":
             return [(bound.memory, returned[0], "keep", "Declared.memory")]
         case "fold":
-            sets = pick(plan.initial, bound.sets)
-            kept = bound.server, returned[0], "keep", "Declared.server"
-            return [kept, (sets, returned[1], "compute", "Declared.sets")]
+            made, where = bound.sets, "Declared.sets"
+            if bound.rule.aggregates:
+                made, where = made | (plan.sent - plan.whole), "what clients send"
+            elif bound.rule.moves:
+                made, where = made | (plan.trained & plan.loaded), "what clients load and train"
+            memory = bound.server, returned[0].memory, "keep", "Declared.server"
+            return [memory, (pick(plan.initial, made), returned[0].entries, "compute", where)]
         case "batch" | "outputs":
             name = "x" if hook == "batch" else hook
             return [({name: argument}, {name: returned[0]}, "return", "")]
@@ -391,8 +378,8 @@ def _list_tensors(value: Any, name: str = "a tensor") -> Iterator[tuple[str, Ten
     """Yield the tensors in ``value``, which may be states and views, with names."""
     if isinstance(value, Tensor):
         yield name, value
-    elif isinstance(value, View | Server):
-        states = ("loaded", "memory", "server", "own", "uploads")
+    elif isinstance(value, View | Server | Folded):
+        states = ("loaded", "memory", "server", "own", "uploads", "entries", "kept")
         yield from _list_tensors([getattr(value, state, ()) for state in states])
     elif isinstance(value, Mapping):
         for key, item in value.items():

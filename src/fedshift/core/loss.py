@@ -1,171 +1,74 @@
-"""Training losses by name, for each task. Losses over classes accept class weights, which all clients share.
+"""Training losses by name, for each task: functions of a batch's outputs and targets, and users' own.
 
-Weights belong to the task, not to a client: named weights are computed from the label counts of the whole federation
-(:meth:`Loss.resolve`), the only information that clients must share before they start.
+In come outputs and targets; out goes their loss, a scalar. Weights of classes belong to the task, not to a client:
+named weights are computed from the label counts of the whole federation (:meth:`Loss.resolve`), the only information
+that clients must share before they start.
 
-Focal loss: Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes as in FLamby's baseline of
-Fed-ISIC2019 (Ogier du Terrail et al. 2022, arXiv:2210.04620).
+For classes, logits are ``[B, K]`` or ``[B, K, H, W]`` and labels ``[B]`` or ``[B, H, W]`` (int64). Losses work under
+``torch.func.grad`` and ``torch.vmap``.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from copy import deepcopy
-from dataclasses import dataclass, fields, replace
-from typing import ClassVar, Literal, TypeVar, get_args
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from typing_extensions import override
 
 from ..config.catalog import Catalog, bind_arguments
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError, require
-from ..utils.user_code import describe_error, describe_function, find_import_path, identify_function
+from ..utils.user_code import describe_error, describe_function
 from .architecture import architecture
+from .schedule import describe_call, spell_call, split_partial
 
 Counted = Literal["balanced", "inverse_frequency"]
 """Names of weights that :meth:`Loss.resolve` computes from label counts."""
 Weights = tuple[float, ...] | Counted | None
 """One number per class, the name of weights computed from label counts, or None: all classes count equally."""
-
-LossT = TypeVar("LossT", bound="Loss")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Loss(ABC):
-    """A training loss, called with the outputs and targets of a batch; returns a scalar.
-
-    For classes: logits ``[B, K]`` or ``[B, K, H, W]`` and labels ``[B]`` or ``[B, H, W]`` (int64). It works under
-    ``torch.func.grad`` and ``torch.vmap``. ``str`` returns the expression that :data:`LOSSES` parses. ``tasks``: names
-    of supported tasks. ``comparing``: whether it compares the samples of a batch, so that a single sample has no
-    gradient.
-    """
-
-    name: ClassVar[str]
-    tasks: ClassVar[tuple[str, ...]] = ("classification", "segmentation")
-    comparing: ClassVar[bool] = False
-    weights: Weights = None
-
-    def __post_init__(self) -> None:
-        if self.weights is None or self.uses_counts:
-            return
-        if isinstance(self.weights, str):
-            known = ", ".join(map(repr, get_args(Counted)))
-            raise UsageError(
-                f"{self.name}: weights={self.weights!r} is unknown: give {known} or a number for each class"
-            )
-        weights = tuple(float(weight) for weight in self.weights)
-        if not all(0 <= weight < math.inf for weight in weights) or not any(weights):
-            raise UsageError(f"{self.name}: weights={weights}: they must be 0 or more, and one of them above 0")
-        object.__setattr__(self, "weights", weights)
-
-    @property
-    def uses_counts(self) -> bool:
-        """Return whether the weights come from all clients' label counts."""
-        return self.weights in get_args(Counted)
-
-    @abstractmethod
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        """Return the loss of a batch, a scalar."""
-
-    def to(self: LossT, device: torch.device, dtype: torch.dtype | None = None) -> LossT:
-        """Return the loss with its tensors on ``device``, floating-point ones in ``dtype``, if given."""
-        return self
-
-    def resolve(self: LossT, counts: Tensor) -> LossT:
-        """Return the loss with numeric weights; ``counts`` ``[K]``: all clients' training samples per class.
-
-        ``inverse_frequency`` weights are N / n_k, as in FLamby for Fed-ISIC2019. ``balanced`` divides them by the
-        number of classes that occur (King and Zeng 2001; as in scikit-learn), so that the mean weight of a training
-        sample is 1. A class without samples has weight 0. Raises :class:`UsageError` unless each class has one weight.
-        """
-        if self.weights is None:
-            return self
-        if not self.uses_counts:
-            if len(self.weights) != len(counts):
-                raise UsageError(
-                    f"{self.name}: {len(self.weights)} weights for {len(counts)} classes: give a number for each class"
-                ).about("loss")
-            return self
-        n_K = [int(count) for count in counts]
-        parts = sum(count > 0 for count in n_K) if self.weights == "balanced" else 1
-        return replace(self, weights=tuple(sum(n_K) / (parts * count) if count else 0.0 for count in n_K))
-
-    def _weights(self, logits: Tensor) -> Tensor | None:
-        """Return the weights ``[K]`` in the dtype and on the device of ``logits``."""
-        if self.uses_counts:
-            raise UsageError(f"{self}: {self.weights} weights come from label counts: call resolve(counts) first")
-        return None if self.weights is None else torch.tensor(self.weights, dtype=logits.dtype, device=logits.device)
-
-    @override
-    def __str__(self) -> str:
-        values = ((field, getattr(self, field.name)) for field in fields(self))
-        changed = [f"{field.name}={value!r}" for field, value in values if value != field.default]
-        return f"{self.name}({', '.join(changed)})" if changed else self.name
+Ties = Literal["breslow", "efron", "order"]
+"""Treatments of equal times in Cox's partial likelihood."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class CrossEntropy(Loss):
+def cross_entropy(logits: Tensor, y: Tensor, *, weights: Tensor | None = None, smoothing: float = 0.0) -> Tensor:
     """Cross-entropy; with weights, torch's mean over the batch, divided by the sum of the batch's weights.
 
     Hence ``balanced`` and ``inverse_frequency`` weights are equivalent here; a batch of zero weight has loss 0.
     ``smoothing`` in [0, 1): Szegedy et al. 2016, arXiv:1512.00567, section 7.
     """
-
-    name = "cross_entropy"
-    smoothing: float = 0.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.smoothing < 1, f"{self.name}: smoothing={self.smoothing:g} must lie in [0, 1)")
-        object.__setattr__(self, "smoothing", float(self.smoothing))
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        weight_K = self._weights(logits)
-        if weight_K is None and y.ndim == 1:
-            return nn.functional.cross_entropy(logits, y, label_smoothing=self.smoothing)
-        known = y != LEFT_OUT
-        total = known.sum() if weight_K is None else torch.where(known, weight_K[y.clamp(min=0)], 0).sum()
-        summed = nn.functional.cross_entropy(logits, y, weight_K, reduction="sum", label_smoothing=self.smoothing)
-        return summed / torch.where(total > 0, total, 1)
+    if weights is None and y.ndim == 1:
+        return F.cross_entropy(logits, y, label_smoothing=smoothing)
+    known = y != LEFT_OUT
+    total = known.sum() if weights is None else torch.where(known, weights[y.clamp(min=0)], 0).sum()
+    summed = F.cross_entropy(logits, y, weights, reduction="sum", label_smoothing=smoothing)
+    return summed / torch.where(total > 0, total, 1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Focal(Loss):
+def focal(logits: Tensor, y: Tensor, *, weights: Tensor | None = None, gamma: float = 2.0) -> Tensor:
     """Focal loss: mean over the batch of ``w_y (1 - p_y)^gamma (-log p_y)``, p being the softmax of the logits.
 
-    It is the plain mean, as in FLamby, so that scaling the weights scales the learning rate: ``inverse_frequency``
-    weights are FLamby's, ``balanced`` weights have a mean of 1 over training samples.
+    Lin et al. 2017, arXiv:1708.02002, equation 5, over the softmax of all classes, and the plain mean, as in FLamby's
+    baseline of Fed-ISIC2019 (Ogier du Terrail et al. 2022, arXiv:2210.04620), so that scaling the weights scales the
+    learning rate: ``inverse_frequency`` weights are FLamby's, ``balanced`` ones have a mean of 1 over training samples.
     """
-
-    name = "focal"
-    gamma: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.gamma < math.inf, f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
-        object.__setattr__(self, "gamma", float(self.gamma))
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        known = y != LEFT_OUT
-        y = y.clamp(min=0)
-        log_p = logits.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
-        missing = (1 - log_p.exp()).clamp_min(torch.finfo(logits.dtype).tiny)  # the gradient of a root is infinite at 0
-        terms = -(missing**self.gamma) * log_p
-        weight_K = self._weights(logits)
-        terms = terms if weight_K is None else weight_K[y] * terms
-        if y.ndim == 1:
-            return terms.mean()
-        return torch.where(known, terms, 0).sum() / known.sum().clamp(min=1)
+    known = y != LEFT_OUT
+    y = y.clamp(min=0)
+    log_p = logits.log_softmax(dim=1).gather(1, y[:, None])[:, 0]
+    missing = (1 - log_p.exp()).clamp_min(torch.finfo(logits.dtype).tiny)  # the gradient of a root is infinite at 0
+    terms = -(missing**gamma) * log_p
+    terms = terms if weights is None else weights[y] * terms
+    return terms.mean() if y.ndim == 1 else torch.where(known, terms, 0).sum() / known.sum().clamp(min=1)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Dice(Loss):
+def dice(logits: Tensor, y: Tensor, *, weights: Tensor | None = None, smooth: float = 1.0) -> Tensor:
     """One minus the soft Dice coefficient of a batch's pixels, averaged over the classes except the background.
 
     ``2 sum(p g) / (sum(p) + sum(g))``, p being the softmax of the logits and g 1 for pixels of the class: Milletari et
@@ -173,128 +76,51 @@ class Dice(Loss):
     ``smooth`` is added to numerator and denominator, so that a class that is neither present nor predicted has loss 0.
     With weights, the result is the weighted mean over all classes.
     """
-
-    name = "dice"
-    tasks = ("segmentation",)
-    smooth: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 < self.smooth < math.inf, f"{self.name}: smooth={self.smooth:g} must be a number above 0")
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        known = (y != LEFT_OUT).to(logits.dtype).unsqueeze(1)
-        classes = torch.arange(logits.shape[1], device=y.device).reshape(1, -1, *(1 for _ in y.shape[1:]))
-        target = (y.unsqueeze(1) == classes).to(logits.dtype)
-        p, others = logits.softmax(dim=1) * known, [0, *range(2, logits.ndim)]
-        both, either = (p * target).sum(dim=others), (p + target).sum(dim=others)
-        score_K = (2 * both + self.smooth) / (either + self.smooth)
-        weight_K = self._weights(logits)
-        if weight_K is None:
-            return 1 - score_K[min(1, len(score_K) - 1) :].mean()
-        return 1 - (weight_K * score_K).sum() / weight_K.sum()
+    known = (y != LEFT_OUT).to(logits.dtype).unsqueeze(1)
+    classes = torch.arange(logits.shape[1], device=y.device).reshape(1, -1, *(1 for _ in y.shape[1:]))
+    target = (y.unsqueeze(1) == classes).to(logits.dtype)
+    p, others = logits.softmax(dim=1) * known, [0, *range(2, logits.ndim)]
+    both, either = (p * target).sum(dim=others), (p + target).sum(dim=others)
+    score_K = (2 * both + smooth) / (either + smooth)
+    if weights is None:
+        return 1 - score_K[min(1, len(score_K) - 1) :].mean()
+    return 1 - (weights * score_K).sum() / weights.sum()
 
 
-@dataclass(frozen=True, kw_only=True)
-class DiceCrossEntropy(Dice):
-    """The sum of cross-entropy and :class:`Dice`, as in nnU-Net (Isensee et al. 2018, arXiv:1809.10486)."""
-
-    name = "dice_cross_entropy"
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return CrossEntropy(weights=self.weights)(logits, y) + super().__call__(logits, y)
+def dice_cross_entropy(logits: Tensor, y: Tensor, *, weights: Tensor | None = None, smooth: float = 1.0) -> Tensor:
+    """The sum of cross-entropy and :func:`dice`, as in nnU-Net (Isensee et al. 2018, arXiv:1809.10486)."""
+    return cross_entropy(logits, y, weights=weights) + dice(logits, y, weights=weights, smooth=smooth)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BinaryCrossEntropy(Loss):
+def binary_cross_entropy(logits: Tensor, y: Tensor, *, weights: Tensor | None = None) -> Tensor:
     """Mean cross-entropy of each label's sigmoid, ``[B, L]``; the weight of a label applies to its positives."""
-
-    name = "binary_cross_entropy"
-    tasks = ("multilabel",)
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(not self.uses_counts, f"{self.name}: weights={self.weights!r}: give a number for each label")
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        weight_L = self._weights(logits)
-        return nn.functional.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), pos_weight=weight_L)
+    return F.binary_cross_entropy_with_logits(logits, y.to(logits.dtype), pos_weight=weights)
 
 
-@dataclass(frozen=True, kw_only=True)
-class BinaryFocal(BinaryCrossEntropy):
+def binary_focal(logits: Tensor, y: Tensor, *, weights: Tensor | None = None, gamma: float = 2.0) -> Tensor:
     """Focal loss of each label's sigmoid: Lin et al. 2017, arXiv:1708.02002, equation 4; the mean over labels."""
-
-    name = "binary_focal"
-    gamma: float = 2.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 <= self.gamma < math.inf, f"{self.name}: gamma={self.gamma:g} must be a number of 0 or more")
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        weight_L, y = self._weights(logits), y.to(logits.dtype)
-        terms = nn.functional.binary_cross_entropy_with_logits(logits, y, pos_weight=weight_L, reduction="none")
-        missed = (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)  # a root's slope at 0: infinite
-        return (missed**self.gamma * terms).mean()
+    y = y.to(logits.dtype)
+    terms = F.binary_cross_entropy_with_logits(logits, y, pos_weight=weights, reduction="none")
+    missed = (y - logits.sigmoid()).abs().clamp_min(torch.finfo(logits.dtype).tiny)  # a root's slope at 0 is infinite
+    return (missed**gamma * terms).mean()
 
 
-@dataclass(frozen=True, kw_only=True)
-class Unweighted(Loss):
-    """A loss of numeric targets ``[B, T]``, without class weights; ``measure``: torch's function."""
-
-    tasks = ("regression",)
-    measure: ClassVar[Callable[..., Tensor]]
-
-    def __post_init__(self) -> None:
-        if self.weights is not None:
-            raise UsageError(f"{self.name}: weights={self.weights!r}: this loss has no weights; leave them out")
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return self.measure(logits, y.to(logits.dtype))
+def mse(outputs: Tensor, y: Tensor) -> Tensor:
+    """Mean squared error of numbers ``[B, T]``."""
+    return F.mse_loss(outputs, y.to(outputs.dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class SquaredError(Unweighted):
-    """Mean squared error."""
-
-    name, measure = "mse", staticmethod(nn.functional.mse_loss)
+def mae(outputs: Tensor, y: Tensor) -> Tensor:
+    """Mean absolute error of numbers ``[B, T]``."""
+    return F.l1_loss(outputs, y.to(outputs.dtype))
 
 
-@dataclass(frozen=True, kw_only=True)
-class AbsoluteError(Unweighted):
-    """Mean absolute error."""
-
-    name, measure = "mae", staticmethod(nn.functional.l1_loss)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Huber(Unweighted):
+def huber(outputs: Tensor, y: Tensor, *, delta: float = 1.0) -> Tensor:
     """Huber's loss (1964, doi:10.1214/aoms/1177703732): squared up to an error of ``delta``, linear beyond."""
-
-    name, measure = "huber", staticmethod(nn.functional.huber_loss)
-    delta: float = 1.0
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(0 < self.delta < math.inf, f"{self.name}: delta={self.delta:g} must be a number above 0")
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return self.measure(logits, y.to(logits.dtype), delta=self.delta)
+    return F.huber_loss(outputs, y.to(outputs.dtype), delta=delta)
 
 
-Ties = Literal["breslow", "efron", "order"]
-"""Treatments of equal times in Cox's partial likelihood."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Cox(Unweighted):
+def cox(outputs: Tensor, y: Tensor, *, ties: Ties = "breslow") -> Tensor:
     """Negative log partial likelihood of Cox's proportional hazards model (1972), averaged over a batch's patients.
 
     Risks are ``[B, 1]``, targets ``[B, 2]``: time and event. Each patient with an event is compared with the patients
@@ -305,139 +131,208 @@ class Cox(Unweighted):
     doi:10.1080/01621459.1977.10480613) removes them in equal parts, and ``order`` keeps the patients earlier in the
     batch, as in FLamby's baseline for Fed-TCGA-BRCA (Ogier du Terrail et al. 2022, arXiv:2210.04620).
     """
+    risk, time, event = outputs[:, 0], y[:, 0], y[:, 1].to(outputs.dtype)
+    later, same = time[None, :] > time[:, None], time[None, :] == time[:, None]
+    earlier_in_batch = torch.ones_like(same).tril(-1)
+    if ties == "order":
+        same = same & (earlier_in_batch | torch.eye(len(time), dtype=torch.bool, device=time.device))
+    top = risk.detach().max()
+    hazard = (risk - top).exp()
+    at_risk = ((later | same) * hazard).sum(dim=1)
+    if ties == "efron":
+        tied = same & (event > 0)[None, :]
+        removed = (tied & earlier_in_batch).sum(dim=1).to(outputs.dtype) / tied.sum(dim=1).clamp(min=1)
+        at_risk = at_risk - removed * (tied * hazard).sum(dim=1)
+    terms = at_risk.clamp_min(torch.finfo(outputs.dtype).tiny).log() + top - risk
+    return (event * terms).mean()
 
-    name = "cox"
-    tasks = ("survival",)
-    comparing = True
-    ties: Ties = "breslow"
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        known = ", ".join(map(repr, get_args(Ties)))
-        require(self.ties in get_args(Ties), f"{self.name}: ties={self.ties!r} is unknown: give {known}")
-
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        risk, time, event = logits[:, 0], y[:, 0], y[:, 1].to(logits.dtype)
-        later, same = time[None, :] > time[:, None], time[None, :] == time[:, None]
-        earlier_in_batch = torch.ones_like(same).tril(-1)
-        if self.ties == "order":
-            same = same & (earlier_in_batch | torch.eye(len(time), dtype=torch.bool, device=time.device))
-        top = risk.detach().max()
-        hazard = (risk - top).exp()
-        at_risk = ((later | same) * hazard).sum(dim=1)
-        if self.ties == "efron":
-            tied = same & (event > 0)[None, :]
-            part = (tied & earlier_in_batch).sum(dim=1).to(logits.dtype) / tied.sum(dim=1).clamp(min=1)
-            at_risk = at_risk - part * (tied * hazard).sum(dim=1)
-        terms = at_risk.clamp_min(torch.finfo(logits.dtype).tiny).log() + top - risk
-        return (event * terms).mean()
+LOSS_TASKS: Mapping[Callable[..., Tensor], tuple[str, ...]] = {
+    cross_entropy: ("classification", "segmentation"), focal: ("classification", "segmentation"),
+    dice: ("segmentation",), dice_cross_entropy: ("segmentation",), binary_cross_entropy: ("multilabel",),
+    binary_focal: ("multilabel",), mse: ("regression",), mae: ("regression",), huber: ("regression",),
+    cox: ("survival",),
+}  # fmt: skip
+"""Names of the tasks of each loss."""
+ALLOWED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "gamma": (lambda value: 0 <= value < math.inf, "must be a number of 0 or more"),
+    "smoothing": (lambda value: 0 <= value < 1, "must lie in [0, 1)"),
+    "smooth": (lambda value: 0 < value < math.inf, "must be a number above 0"),
+    "delta": (lambda value: 0 < value < math.inf, "must be a number above 0"),
+    "ties": (lambda value: value in get_args(Ties), f"is unknown: give {', '.join(map(repr, get_args(Ties)))}"),
+}
+"""Allowed values of arguments by name, with the words of their refusal."""
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class CustomLoss(Loss):
-    """A user-defined function, called as ``function(logits, y)``; ``text`` names it identically in every process."""
+class Loss:
+    """A function of outputs and targets with its ``arguments`` by name; ``str`` names it alike in every process.
 
-    name = "custom"
-    function: Callable[[Tensor, Tensor], Tensor]
-    text: str
-    tried: bool = True
+    ``tasks``: names of supported tasks; none for a user's function, which may be for any.
+    """
 
-    @override
-    def __call__(self, logits: Tensor, y: Tensor) -> Tensor:
-        return self.function(logits, y)
+    function: Callable[..., Tensor]
+    weights: Weights = None
+    arguments: tuple[tuple[str, Any], ...] = ()
+    tasks: tuple[str, ...] = ()
 
-    @override
-    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> CustomLoss:
-        """Return the loss with its buffers as in :meth:`Loss.to`; copy it only if these differ."""
-        module = self.function
-        buffers = list(module.buffers()) if isinstance(module, nn.Module) else []
-        if not isinstance(module, nn.Module) or all(each.device == device and not dtype for each in buffers):
-            return self
-        return replace(self, function=deepcopy(module).to(device=device, dtype=dtype))
+    @property
+    def uses_counts(self) -> bool:
+        """Return whether the weights come from all clients' label counts."""
+        return isinstance(self.weights, str)
 
-    @override
-    def resolve(self, counts: Tensor) -> CustomLoss:
-        """Return the loss after a trial call with two samples of each class, on the device of ``counts``.
+    @property
+    def comparing(self) -> bool:
+        """Return whether it compares the samples of a batch, so that a single sample has no gradient."""
+        return self.function is cox
 
-        The call is skipped if ``tried`` is false (targets are not classes). Raises :class:`UsageError` if it does not
-        return a differentiable scalar.
+    def __call__(self, outputs: Tensor, y: Tensor) -> Tensor:
+        """Return the loss of a batch, a scalar."""
+        if self.weights is None:
+            return self.function(outputs, y, **dict(self.arguments))
+        require(
+            not self.uses_counts, f"{self}: {self.weights} weights come from label counts: call resolve(counts) first"
+        )
+        weights = torch.tensor(self.weights, dtype=outputs.dtype, device=outputs.device)
+        return self.function(outputs, y, weights=weights, **dict(self.arguments))
+
+    def resolve(self, counts: Tensor) -> Loss:
+        """Return the loss with numeric weights; ``counts`` ``[K]``: all clients' training samples per class.
+
+        ``inverse_frequency`` weights are N / n_k, as in FLamby for Fed-ISIC2019. ``balanced`` divides them by the
+        number of classes that occur (King and Zeng 2001; as in scikit-learn), so that the mean weight of a training
+        sample is 1. A class without samples has weight 0. Raises :class:`UsageError` unless each class has one weight.
         """
-        if not self.tried:
+        if not isinstance(self.weights, str):
+            if self.weights is not None and len(self.weights) != len(counts):
+                raise UsageError(
+                    f"{self.function.__name__}: {len(self.weights)} weights for {len(counts)} classes: give a number "
+                    "for each class"
+                ).about("loss")
             return self
-        y = torch.arange(len(counts), device=counts.device).repeat(2)
-        logits = torch.linspace(-1, 1, len(y) * len(counts), device=y.device).reshape(len(y), -1).requires_grad_()
+        n_K = [int(count) for count in counts]
+        parts = sum(count > 0 for count in n_K) if self.weights == "balanced" else 1
+        return replace(self, weights=tuple(sum(n_K) / (parts * count) if count else 0.0 for count in n_K))
+
+    def to(self, device: torch.device, dtype: torch.dtype | None = None) -> Loss:
+        """Return the loss with a module's buffers on ``device``, floating-point ones in ``dtype``; copied if needed."""
+        buffers = list(self.function.buffers()) if isinstance(self.function, nn.Module) else []
+        if all(each.device == device and not dtype for each in buffers):
+            return self
+        return replace(self, function=deepcopy(self.function).to(device=device, dtype=dtype))  # type: ignore[attr-defined]
+
+    def try_out(self, classes: int, device: torch.device) -> None:
+        """Raise :class:`UsageError` unless two samples of each class have a differentiable scalar."""
+        y = torch.arange(classes, device=device).repeat(2)
+        logits = torch.linspace(-1, 1, len(y) * classes, device=device).reshape(len(y), -1).requires_grad_()
         shapes = f"logits {list(logits.shape)} and labels {list(y.shape)}"
         called = f"loss {describe_function(self.function)}, called with {shapes},"
         try:
-            value = self(logits, y)
+            value: object = self(logits, y)
         except Exception as error:
             raise UsageError(
                 f"{called} failed: {describe_error(error)}. Give a function of logits [B, K] and labels [B]"
             ).about("loss") from error
         if not isinstance(value, Tensor) or value.ndim or not value.requires_grad:
-            shape = f"of shape {list(value.shape)} " if isinstance(value, Tensor) and value.ndim else ""
-            lacks = "without a gradient " if isinstance(value, Tensor) and not value.ndim else ""
+            shape = f" of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
             raise UsageError(
-                f"{called} returned a {type(value).__name__} {shape}{lacks}instead of one number: return the mean over "
-                "the batch, computed from the logits"
+                f"{called} returned a {type(value).__name__}{shape} instead of one number with a gradient: return the "
+                "mean over the batch, computed from the logits"
             )
-        return self
 
     @override
     def __str__(self) -> str:
-        return self.text
+        if isinstance(self.function, nn.Module):
+            return architecture(self.function).replace("\n", "; ")
+        if not self.tasks:
+            return describe_call(self.function, dict(self.arguments))
+        usual = inspect.signature(self.function).parameters
+        pairs = (("weights", self.weights), *self.arguments)
+        changed = [f"{name}={value!r}" for name, value in pairs if name in usual and value != usual[name].default]
+        return f"{self.function.__name__}({', '.join(changed)})" if changed else self.function.__name__
 
     __repr__ = __str__
 
 
-def _accept(loss: object, text: str | None) -> Loss:
-    """Convert a loss, a module, a function, or a class of one of these to a :class:`Loss`."""
-    if isinstance(loss, type) and issubclass(loss, Loss | nn.Module):
-        return _accept(loss(), text)
+def _accept(loss: object, _text: str | None) -> Loss:
+    """Convert a loss, a module, a function with or without arguments, or a class of one to a :class:`Loss`."""
     if isinstance(loss, Loss):
         return loss
-    if loss is nn.functional.cross_entropy:
-        return CrossEntropy()
-    if isinstance(loss, nn.Module):
-        _refuse_arguments(loss)
-    if isinstance(loss, nn.CrossEntropyLoss):
-        weights = None if loss.weight is None else tuple(loss.weight.tolist())
-        return CrossEntropy(weights=weights, smoothing=loss.label_smoothing)
-    if callable(loss):
-        named = architecture(loss).replace("\n", "; ") if isinstance(loss, nn.Module) else identify_function(loss)
-        return CustomLoss(function=loss, text=text or named)
+    function, arguments = split_partial(loss)
+    if isinstance(function, type) and issubclass(function, nn.Module):
+        function, arguments = function(**arguments), {}
+    if isinstance(function, nn.Module):
+        _refuse_arguments(function)
+    if isinstance(function, nn.CrossEntropyLoss):
+        arguments = {"smoothing": function.label_smoothing}
+        arguments |= {} if function.weight is None else {"weights": function.weight.tolist()}
+    if function is F.cross_entropy or isinstance(function, nn.CrossEntropyLoss):
+        function = cross_entropy
+    if callable(function) and not isinstance(function, type):
+        return make_loss(function, **arguments)
     raise UsageError(
-        "{} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, a function "
-        "of logits [B, K] and labels [B], or a fedshift.core.loss.Loss",
+        "{} is not a loss: give a text such as 'cross_entropy' or 'focal(gamma=2.0)', a loss of torch.nn, or a "
+        "function of logits [B, K] and labels [B]",
         Ref(loss=loss),
     )
 
 
-def _spell(loss: Loss) -> str | None:
-    return str(loss) if not isinstance(loss, CustomLoss) or find_import_path(loss.function) else None
-
-
-KINDS = (
-    CrossEntropy, Focal, Dice, DiceCrossEntropy, BinaryCrossEntropy, BinaryFocal, SquaredError, AbsoluteError, Huber,
-    Cox,
-)  # fmt: skip
-LOSSES = Catalog[Loss]("loss", {kind.name: kind for kind in KINDS}, _accept, adapt=bind_arguments, spell=_spell)
-"""Training losses; a user-defined function takes logits and labels, and the arguments in parentheses."""
+def make_loss(function: Callable[..., Tensor], /, **arguments: Any) -> Loss:
+    """Return the loss of ``function`` with ``arguments``; raise :class:`UsageError` for values that are not allowed."""
+    tasks = next((tasks for known, tasks in LOSS_TASKS.items() if known is function), ())
+    if not tasks:
+        return Loss(function=function, arguments=tuple(arguments.items()))
+    name, takes = function.__name__, list(inspect.signature(function).parameters.values())[2:]
+    values: dict[str, Any] = {each.name: each.default for each in takes} | arguments
+    unknown = list(values)[len(takes) :]
+    require(not unknown, f"{name} takes {', '.join(each.name for each in takes) or 'no arguments'}, not {unknown}")
+    weights = values.pop("weights", None)
+    for argument, (holds, words) in ALLOWED.items():
+        require(
+            argument not in values or holds(values[argument]), f"{name}: {argument}={values.get(argument)!r} {words}"
+        )
+    if isinstance(weights, str):
+        counted = get_args(Counted) if "multilabel" not in tasks else ()
+        known = ", ".join([*map(repr, counted), "a number for each class" if counted else "a number for each label"])
+        require(weights in counted, f"{name}: weights={weights!r} is unknown: give {known}")
+    elif weights is not None:
+        weights = tuple(float(weight) for weight in weights)
+        valid = all(0 <= weight < math.inf for weight in weights) and any(weights)
+        require(valid, f"{name}: weights={weights}: they must be 0 or more, and one of them above 0")
+    numbers = ((name, value if isinstance(value, str) else float(value)) for name, value in values.items())
+    return Loss(function=function, weights=weights, arguments=tuple(numbers), tasks=tasks)
 
 
 def _refuse_arguments(loss: nn.Module) -> None:
     """Raise :class:`UsageError` naming an unsupported argument of a loss module."""
-    name = type(loss).__name__
-    if getattr(loss, "reduction", "mean") != "mean":
-        raise UsageError(f"loss={name}(reduction={loss.reduction!r}): a batch needs one number: use reduction='mean'")
-    if getattr(loss, "ignore_index", -100) != -100:
-        raise UsageError(
-            f"loss={name}(ignore_index={loss.ignore_index}): every sample counts here: remove those samples from the "
-            "data, and leave ignore_index out"
-        )
-    if any(True for _ in loss.parameters()):
-        raise UsageError(
-            f"loss={name}(...) has parameters, which would never be trained: move them into the network, whose "
-            "outputs the loss receives"
-        )
+    name, reduction, ignored = (
+        type(loss).__name__,
+        getattr(loss, "reduction", "mean"),
+        getattr(loss, "ignore_index", -100),
+    )
+    require(
+        reduction == "mean", f"loss={name}(reduction={reduction!r}): a batch needs one number: use reduction='mean'"
+    )
+    require(
+        ignored == -100,
+        f"loss={name}(ignore_index={ignored}): every sample counts here: remove those samples from the data, and leave "
+        "ignore_index out",
+    )
+    require(
+        not list(loss.parameters()),
+        f"loss={name}(...) has parameters, which would never be trained: move them into the network, whose outputs the "
+        "loss receives",
+    )
+
+
+def _adapt(loss: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:
+    """Return a factory that binds the arguments of an expression to a loss."""
+    if user_defined:
+        return bind_arguments(loss, user_defined)
+    make: Any = partial(make_loss, loss)
+    make.__signature__ = inspect.signature(partial(loss, None, None))
+    return make  # type: ignore[no-any-return]
+
+
+LOSSES = Catalog[Loss]("loss", {loss.__name__: loss for loss in LOSS_TASKS}, _accept, adapt=_adapt, spell=spell_call)
+"""Training losses; a user-defined function takes logits and labels, and the arguments in parentheses."""

@@ -1,12 +1,14 @@
 """Means of the clients' entries, and statistics for robust aggregations.
 
-Sums are accumulated in float64 in a fixed order and cast back, so that results do not depend on scheduling.
+In: entries of clients, and their weights. Out: means, or bounded weights. Sums are accumulated in float64 in a fixed
+order and cast back, so that results do not depend on scheduling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from math import fsum
 
 import torch
 from torch import Tensor
@@ -25,6 +27,8 @@ class SummedUploads:
     nbytes: int
 
 
+FEWEST_BOUNDED = 3
+"""Minimum number of clients for which shares are bounded."""
 CHUNK = 2**17
 """Number of values summed at a time on a CPU, so that the sums stay in its cache."""
 LARGE_CHUNK = 2**24
@@ -162,3 +166,20 @@ def squared_distances(states: Sequence[State], names: Iterable[str]) -> Tensor:
     for points_KN in points:
         total += torch.stack([(points_KN - point_N).square().sum(dim=1) for point_N in points_KN])
     return total.cpu()
+
+
+def bound_shares(weights: Sequence[float], most: float) -> list[float]:
+    """Lower ``weights`` (positive) so that none exceeds a fraction ``most`` of their sum (at least ``1 / count``).
+
+    Weights above the bound are lowered to it by water filling, which preserves the ratios of the others. Two clients
+    are never bounded, and weights within the bound are returned unchanged, bit for bit.
+    """
+    if len(weights) < FEWEST_BOUNDED:
+        return list(weights)
+    most = max(most, 1 / len(weights))
+    ordered = sorted(weights, reverse=True)
+    for lowered, weight in enumerate(ordered):
+        level = most * fsum(ordered[lowered:]) / (1 - lowered * most)
+        if weight <= level * (1 + 1e-9):
+            return [min(each, level) for each in weights] if lowered else list(weights)
+    raise AssertionError("the smallest weight is at most the mean")

@@ -16,10 +16,8 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, S
 from torch import nn
 
 from ..utils.errors import UsageError, unknown_name
-from .aggregation import Aggregation, AggregationFunction, FunctionAggregation, Mean
 from .rule import GRADIENT_STAGES, Rule
 from .selection import Scope, Select, everything, nothing
-from .server_optimizer import ServerOptimizer
 from .work import Work
 
 Surgery = Callable[[nn.Module], nn.Module]
@@ -55,9 +53,7 @@ class Method:
             are last, sorted by :attr:`Rule.gradient_stage` and name.
         freeze: Number of rounds, or fraction of all rounds (a float in (0, 1)), after which BatchNorm's running
             statistics are frozen, and training normalizes with them; None: never.
-        aggregate: Combines the uploads.
         weighting: Weights of clients in an average, a :data:`Weighting`.
-        server: Optimizer that steps along the aggregated change on the server.
         pooled: Whether all data are trained on together on one machine (the centralized upper baseline); with
             ``"scaled"``, the batch size is multiplied by the number of clients.
         work: Fields of ``Work`` that override the experiment's.
@@ -74,9 +70,7 @@ class Method:
     finetune: int = 0
     rules: tuple[Rule, ...] = ()
     freeze: int | float | None = None
-    aggregate: Aggregation = field(default_factory=Mean)
     weighting: Weighting = "auto"
-    server: ServerOptimizer | None = None
     pooled: Literal[False, "same", "scaled"] = False
     work: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Mapping[str, Any] = field(default_factory=dict)
@@ -92,12 +86,13 @@ class Method:
         parts: dict[str, Any] = {
             "begin with": None if self.scope.begin is nothing else self.scope.begin,
             "train": None if self.trains is everything else self.trains, "fine-tune": self.finetune,
-            "surgery": self.surgery, "rules": self.rules, "freeze": self.freeze,
-            "server": self.server, "pooled": self.pooled, "work": dict(self.work), "optimizer": dict(self.optimizer),
+            "surgery": self.surgery, "rules": tuple(r for r in self.rules if not (r.aggregates or r.moves)),
+            "freeze": self.freeze, "server": self.stepper, "pooled": self.pooled, "work": dict(self.work),
+            "optimizer": dict(self.optimizer),
         }  # fmt: skip
         return (
             f"{self.name}: load {self.scope.load}, send {self.scope.send}, "
-            f"aggregate {self.aggregate} by {self.weighting}"
+            f"aggregate {self.aggregator or 'Mean()'} by {self.weighting}"
             + "".join(f", {name} {value}" for name, value in parts.items() if value)
         )
 
@@ -108,13 +103,25 @@ class Method:
             0 < self.freeze < 1 if isinstance(self.freeze, float) else self.freeze >= 0
         ):
             raise UsageError(f"switch={self.freeze}: give a number of rounds (an integer) or a fraction in (0, 1)")
-        if not isinstance(self.aggregate, Aggregation):
-            raise UsageError(
-                f"aggregate={self.aggregate!r} is not an Aggregation: pass a function to with_aggregation instead"
-            )
+        for choice, others in (
+            ("replaces the aggregation", [rule for rule in self.rules if rule.aggregates]),
+            ("has a server optimizer", [rule for rule in self.rules if rule.moves]),
+        ):
+            if len(others) > 1:
+                raise UsageError(f"{self.name_source(others[0])} already {choice}; choose one of the two")
         object.__setattr__(self, "surgery", tuple(sorted(self.surgery, key=_place_surgery)))
         object.__setattr__(self, "rules", tuple(sorted(self.rules, key=_place_rule)))
         object.__setattr__(self, "optimizer", dict(sorted(self.optimizer.items())))
+
+    @property
+    def aggregator(self) -> Rule | None:
+        """The rule that aggregates uploads in place of the mean, if any."""
+        return next((rule for rule in self.rules if rule.aggregates), None)
+
+    @property
+    def stepper(self) -> Rule | None:
+        """The rule that moves the aggregated entries, a server optimizer, if any."""
+        return next((rule for rule in self.rules if rule.moves), None)
 
     def list_sources(self, choose: Callable[[Method], object]) -> tuple[str, ...]:
         """Return the names of the components that changed what ``choose`` returns of a method, innermost first."""
@@ -125,15 +132,12 @@ class Method:
         return " and ".join(dict.fromkeys(self.list_sources(choose))) or otherwise
 
     def list_choosers(self, kind: type) -> tuple[str, ...]:
-        """Return the names of the components that chose a rule or aggregation of type ``kind``."""
-        return self.list_sources(
-            lambda method: [each for each in (*method.rules, method.aggregate) if type(each) is kind]
-        )
+        """Return the names of the components that chose a rule of type ``kind``."""
+        return self.list_sources(lambda method: [rule for rule in method.rules if type(rule) is kind])
 
-    def name_source(self, part: Rule | Aggregation) -> str:
-        """Return the name of the component that last chose a part of this type, for messages; else its class's."""
-        named = part.source_method if isinstance(part, Rule) else repr(part).partition("(")[0]
-        return (self.list_choosers(type(part)) or (named,))[-1]
+    def name_source(self, rule: Rule) -> str:
+        """Return the name of the component that last chose a rule of this type, for messages; else the rule's."""
+        return (self.list_choosers(type(rule)) or (rule.source_method,))[-1]
 
     @property
     def norm_replacers(self) -> str:
@@ -147,13 +151,14 @@ class Method:
         """
         if self.weighting == "auto":
             return replace(self, weighting="used" if work.batches is not None else "samples")
-        unused = {
-            self.name_sources(lambda method: method.pooled) + " pools all data": self.pooled and self.aggregate.sums,
-            self.name_sources(lambda method: method.scope) + " sends nothing": self.scope.send is nothing
-            and self.aggregate.sums,
-            self.name_source(self.aggregate) + " weighs clients by other means": not self.aggregate.weighs,
-        }
-        if why := next((text for text, true in unused.items() if true), ""):
+        why, rule = "", self.aggregator
+        if rule:
+            why = "" if rule.weighs else f"{self.name_source(rule)} weighs clients by other means"
+        elif self.pooled:
+            why = self.name_sources(lambda method: method.pooled) + " pools all data"
+        elif self.scope.send is nothing:
+            why = self.name_sources(lambda method: method.scope) + " sends nothing"
+        if why:
             weighting = f"fedavg(weighting={self.weighting!r})"
             raise UsageError(f"method {self.label!r}: {weighting} has no effect, because {why}: remove one of the two")
         return self
@@ -179,25 +184,15 @@ class Method:
         return self._choose("fine-tunes models for use", "finetune", rounds)
 
     def with_rule(self, rule: Rule) -> Self:
-        """Return the method with ``rule`` appended to its rules."""
+        """Return the method with ``rule`` appended to its rules.
+
+        Raises :class:`UsageError` if both it and another rule aggregate uploads, or move the result.
+        """
         return replace(self, rules=(*self.rules, rule))
 
     def with_surgery(self, *surgery: Surgery) -> Self:
         """Return the method with ``surgery`` appended to its surgery."""
         return replace(self, surgery=(*self.surgery, *surgery))
-
-    def with_aggregation(self, aggregate: Aggregation | AggregationFunction) -> Self:
-        """Return the method with another aggregation; raise :class:`UsageError` if it already replaces the mean.
-
-        ``aggregate``: an :class:`~fedshift.core.aggregation.Aggregation`, or a function of the plan, the server and the
-        sequence of :class:`~fedshift.core.aggregation.Received` that returns the server's entries.
-        """
-        wrapped = aggregate if isinstance(aggregate, Aggregation) else FunctionAggregation(aggregate)
-        return self._choose("replaces the aggregation", "aggregate", wrapped)
-
-    def with_server(self, server: ServerOptimizer) -> Self:
-        """Return the method with a server optimizer; raise :class:`UsageError` if it already has one."""
-        return self._choose("has a server optimizer", "server", server)
 
     def with_work(self, **work: Any) -> Self:
         """Return the method with other local work; raise :class:`UsageError` if it already overrides it."""
@@ -263,8 +258,8 @@ class MethodFunction(Protocol[Options]):
 def method(function: Callable[Concatenate[Method, Options], Method]) -> MethodFunction[Options]:
     """Turn ``function(base, *, ...)`` into a named method: ``fedbn`` on FedAvg, ``fedbn+fedprox(mu=0.1)`` on another.
 
-    The name lists the options that differ from their defaults; ``base`` becomes optional, and error messages start with
-    the name. If the function returns its base unchanged, the name stays unchanged.
+    The name lists the options that differ from their defaults; ``base``, the method that is changed, becomes optional
+    (FedAvg), and error messages start with the name. If the function returns its base unchanged, so does the name.
     """
     return _compose(function, METHOD)
 

@@ -7,7 +7,7 @@ features for a batch, under the values of any client. Nothing here knows rules.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
@@ -27,8 +27,6 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 Precision = Literal["float32", "bfloat16", "float16", "float64"]
 LOW: Mapping[Precision, torch.dtype] = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 """Number formats of ``torch.autocast``, which decides by layer what is computed in them."""
-START: Mapping[str, bool] = {"training": True, "frozen": False, "first": True, "resident": False}
-"""Mode of a template before its first pass."""
 
 
 class Slot(NamedTuple):
@@ -79,6 +77,9 @@ class Network:
         norm_replacers: Names of the components that replace normalization layers; empty: none does.
         work: Local work of a round.
         optimizer: The local optimizer.
+        freeze_from: First round (from 0) with frozen statistics.
+        seed: Seed of the trial, which keys the server's random draws.
+        text: All choices of the method in one line, which keys them, too.
         precision: Precision in which layers compute; parameters, statistics, losses and updates keep their dtype, which
             is float32, or float64 with that precision.
         traits: What a trial of the network showed.
@@ -98,9 +99,12 @@ class Network:
     norm_replacers: str = ""
     work: Work
     optimizer: Optimizer
+    freeze_from: float = float("inf")
+    seed: int = 0
+    text: str = ""
     precision: Precision = "float32"
     traits: Traits = field(default_factory=Traits)
-    _mode: dict[str, bool] = field(default_factory=lambda: {**START}, init=False, repr=False)
+    _held: set[str] = field(default_factory=set, init=False, repr=False)
 
     @property
     def personal(self) -> frozenset[str]:
@@ -117,11 +121,24 @@ class Network:
             or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
         )
 
+    def entries_fixed_in(self, round: int) -> frozenset[str]:
+        """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
+        frozen = round >= self.freeze_from
+        return frozenset(
+            entry.name
+            for entry in self.entries
+            if (frozen and norm_statistics(entry) if entry.is_buffer else entry.name not in self.trained)
+        )
+
     def refuse_kept(self, use: str, names: Collection[str]) -> UsageError:
         """Return the error for a ``use`` of shared entries if clients keep some of ``names``."""
         kept = min({*names} - self.loaded or names)
         why = f"but {self.keepers.get(kept, 'another part')} keeps {kept!r} on clients"
         return UsageError(f"{use}, {why}: use one of the two, or choose other layers")
+
+    def find_lr(self, round: int) -> float:
+        """Return the learning rate of local work in ``round`` (from 0)."""
+        return self.optimizer.lr_in_round(round)
 
     @cached_property
     def params(self) -> State:
@@ -194,32 +211,6 @@ class Network:
         usual = nn.Module
         return any(type(layer).train is not usual.train or type(layer).eval is not usual.eval for layer in self.layers)
 
-    def set_mode(self, *, training: bool, frozen: bool = False, first: bool = True) -> None:
-        """Put the template in training or evaluation mode; ``frozen``: BatchNorm layers always in evaluation mode.
-
-        Layers that override the switch are switched when entries are in place: to training in the ``first`` pass, as at
-        the start of a round, and to evaluation and back in each pass in evaluation.
-        """
-        self._mode.update(training=training, frozen=frozen, first=first)
-        if not self.overrides_mode:
-            for layer in self.layers:
-                layer.training = training and not (frozen and layer in self.normalizing)
-
-    @contextmanager
-    def switched(self) -> Iterator[None]:
-        """Switch layers that override the switch for a pass, with entries in place."""
-        if not self._mode["training"]:
-            self.module.eval()
-        elif self._mode["first"]:
-            self.module.train()
-        for layer in self.normalizing if self._mode["frozen"] else ():
-            layer.training = False  # without its children, such as a dropout
-        try:
-            yield
-        finally:
-            if not self._mode["training"]:
-                self.module.train()
-
     @contextmanager
     def resident(self, params: State, active: Collection[str]) -> Iterator[State]:
         """Keep ``params`` in the template's own parameters, through the backward pass; yield the leaves ``active``.
@@ -238,11 +229,11 @@ class Network:
             if name in active:
                 leaves[name] = tensor.detach().requires_grad_() if own is None else own
                 leaves[name].grad = None
-        self._mode["resident"] = True
+        self._held.update(leaves)
         try:
             yield leaves
         finally:
-            self._mode["resident"] = False
+            self._held.clear()
             for name, leaf in leaves.items():
                 leaf.grad = None
                 if leaf.data_ptr() != params[name].data_ptr():
@@ -272,22 +263,32 @@ def _has_mean(tensor: Tensor) -> bool:
     return tensor.is_floating_point() and bool(tensor.isfinite().all())
 
 
-def compute_outputs(network: Network, state: State, x: Tensor) -> Tensor:
+def compute_outputs(network: Network, state: State, x: Tensor, *, training: bool | None = None) -> Tensor:
     """Return the outputs of :func:`compute_features`."""
-    return compute_features(network, state, x, {})[0]
+    return compute_features(network, state, x, {}, training=training)[0]
 
 
 def compute_features(
-    network: Network, state: State, x: Tensor, layers: Mapping[str, nn.Module], *, in_place: bool | None = None
-) -> tuple[Tensor, dict[str, Tensor]]:
+    network: Network, state: State, x: Tensor, layers: Mapping[str, nn.Module], *, training: bool | None,
+    frozen: bool = False, first: bool = True, in_place: bool | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:  # fmt: skip
     """Return the template's outputs under ``state`` for inputs ``x [B, ...]``, and the inputs of ``layers``, by reader.
 
     Both are in the model's dtype. Buffers that the network writes or assigns are written into ``state``.
 
-    ``in_place``: whether the template's own tensors hold the entries, as in plain PyTorch; otherwise, as in
-    ``torch.func.functional_call``, other tensors replace them, which passes by what holds the template's tensors
-    elsewhere. None: in place, unless a transform of ``torch.func`` or autograd needs the tensors of ``state``, or a
-    backward pass the entries that are in place now.
+    Args:
+        network: The network.
+        state: Values of its entries.
+        x: Inputs.
+        layers: Layers whose inputs are returned.
+        training: Whether layers are in training mode; None: they remain in theirs.
+        frozen: Whether BatchNorm layers are in evaluation mode always.
+        first: Whether layers that override ``train()`` are switched to training, as at the start of a round.
+        in_place: Whether the template's own tensors hold the entries, as in plain PyTorch; otherwise, as in
+            ``torch.func.functional_call``, other tensors replace them, which passes by what holds the template's
+            tensors elsewhere. None: in place, unless a transform of ``torch.func`` or autograd needs the tensors of
+            ``state``, or a backward pass the entries that are in place now.
+
     """
     in_place = _can_hold(network, state) if in_place is None else in_place
     if network.traits.exchange and not in_place:
@@ -301,8 +302,11 @@ def compute_features(
         for layer in set(layers.values()):
             stack.enter_context(layer.register_forward_pre_hook(lambda layer, x: seen.update({layer: x[0]})))
         stack.enter_context(_placed(network, state, in_place=in_place))
-        x = x.clone() if network.traits.writes_inputs else x
-        outputs = _call(network, x) if network.autocast or network.overrides_mode else network.module(x)
+        if network.autocast:
+            stack.enter_context(torch.autocast(x.device.type, network.autocast))
+        if training is not None:
+            stack.enter_context(_switched(network, training=training, frozen=frozen, first=first))
+        outputs = network.module(x.clone() if network.traits.writes_inputs else x)
     if not isinstance(outputs, Tensor):
         raise UsageError(_describe_wrong_outputs(network.module, outputs))
     for reader, layer in layers.items():
@@ -317,13 +321,24 @@ def compute_features(
 def _can_hold(network: Network, state: State) -> bool:
     """Return whether the template's own tensors can hold ``state`` during a pass."""
     differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
-    return not (differentiated or network._mode["resident"] or torch._C._functorch.peek_interpreter_stack())
+    return not (differentiated or network._held or torch._C._functorch.peek_interpreter_stack())
 
 
-def _call(network: Network, x: Tensor) -> Any:
-    autocast = torch.autocast(x.device.type, network.autocast) if network.autocast else nullcontext()
-    with network.switched() if network.overrides_mode else nullcontext(), autocast:
-        return network.module(x)
+@contextmanager
+def _switched(network: Network, *, training: bool, frozen: bool, first: bool) -> Iterator[None]:
+    """Switch layers to training or evaluation; if some override the switch, call it, and back after evaluation."""
+    if not network.overrides_mode:
+        for layer in network.layers:
+            layer.training = training
+    elif first or not training:
+        (network.module.train if training else network.module.eval)()
+    for layer in network.normalizing if frozen else ():
+        layer.training = False  # without its children, such as a dropout
+    try:
+        yield
+    finally:
+        if network.overrides_mode and not training:
+            network.module.train()
 
 
 @contextmanager
@@ -378,10 +393,10 @@ def forward(
 
     ``frozen``: whether statistics are frozen. ``key``: int64 scalar that keys dropout masks; default 0.
     """
-    network.set_mode(training=training, frozen=frozen)
     state = state if training or not network.traits.writes_in_evaluation else clone(state)
+    x = to_memory_format(x, network.image_format)
     with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device) if key is None else key):
-        return compute_outputs(network, state, to_memory_format(x, network.image_format))
+        return compute_features(network, state, x, {}, training=training, frozen=frozen)[0]
 
 
 def to_inputs(network: Network, x: Tensor) -> Tensor:

@@ -1,6 +1,7 @@
-"""Local optimizers over plain states, which match ``torch.optim`` step for step, and torch's own over such states.
+"""Local optimizers over plain states: SGD and AdamW, step for step as ``torch.optim``, and torch's own classes.
 
-``update_`` works in place; the kernel's pure step calls it on copies.
+In come the learning rate of a round and, by name, parameters, their gradients and the optimizer's state; parameters and
+state are changed in place.
 """
 
 from __future__ import annotations
@@ -8,9 +9,8 @@ from __future__ import annotations
 import inspect
 import pickle
 from abc import ABC, abstractmethod
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -21,9 +21,9 @@ from typing_extensions import override
 
 from ..config.catalog import Catalog
 from ..utils.errors import Ref, UsageError, require
-from ..utils.state import State, clone, entries_under
+from ..utils.state import State, clone
 from ..utils.user_code import describe_error
-from .schedule import Schedule, by_name, write_call
+from .schedule import CONSTANT, Schedule, describe_call, spell_call, split_partial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +36,7 @@ class Optimizer(ABC):
 
     lr: float
     weight_decay: float = 0.0
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Schedule = CONSTANT
     keep: bool = False
 
     def __post_init__(self) -> None:
@@ -51,9 +51,9 @@ class Optimizer(ABC):
         """Raise :class:`UsageError` if the optimizer cannot update parameters like ``params`` for ``rounds`` rounds."""
         self.schedule.check(self.lr, rounds)
 
-    @abstractmethod
     def init(self, params: State) -> State:
         """Return the state before the first step."""
+        return {}
 
     @abstractmethod
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
@@ -78,13 +78,8 @@ class SGD(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        if not (self.momentum or self.weight_decay or may_join(params.values())):
-            for name, param in params.items():
-                param.sub_(grads[name], alpha=lr)
-            return
-        velocities = [state.get(f"momentum/{name}") for name in params]
         take_sgd_step(
-            [*params.values()], [grads[name] for name in params], velocities,
+            [*params.values()], [grads[name] for name in params], [state.get(f"momentum/{name}") for name in params],
             foreach=may_join(params.values()), fused=False, weight_decay=self.weight_decay, momentum=self.momentum,
             lr=lr, dampening=0.0, nesterov=self.nesterov, maximize=False,
         )  # fmt: skip
@@ -113,34 +108,13 @@ class AdamW(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        if may_join(params.values()):
-            self._join_(params, grads, state, lr)
-            return
-        means, squares = entries_under("mean", state), entries_under("square", state)
-        for name, param in params.items():
+        for name, param in params.items():  # torch's own step reads counts as numbers, which lanes of torch.vmap lack
             grad, count = grads[name], state[f"count/{name}"].add_(1)
-            correction1, correction2 = 1 - self.beta1**count, 1 - self.beta2**count
-            mean = means[name].mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
-            square = squares[name].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
+            mean = state[f"mean/{name}"].mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
+            square = state[f"square/{name}"].mul_(self.beta2).add_(grad * grad, alpha=1 - self.beta2)
             param.mul_(1 - lr * self.weight_decay)
-            param.sub_(mean / ((square / correction2).sqrt() + self.eps) * (lr / correction1))
-
-    def _join_(self, params: State, grads: State, state: State, lr: float) -> None:
-        """Take the step of :meth:`update_` in one operation for all parameters each, with the same bits."""
-        now, slopes = [*params.values()], [grads[name] for name in params]
-        means, squares, counts = ([state[f"{kind}/{name}"] for name in params] for kind in ("mean", "square", "count"))
-        torch._foreach_add_(counts, 1)
-        powers = (torch._foreach_pow(beta, counts) for beta in (self.beta1, self.beta2))
-        corrections = [torch._foreach_add(torch._foreach_neg(power), 1) for power in powers]
-        moments = (means, self.beta1, slopes), (squares, self.beta2, torch._foreach_mul(slopes, slopes))
-        for averages, beta, terms in moments:
-            torch._foreach_mul_(averages, beta)
-            torch._foreach_add_(averages, terms, alpha=1 - beta)
-        torch._foreach_mul_(now, 1 - lr * self.weight_decay)
-        roots = torch._foreach_sqrt(torch._foreach_div(squares, corrections[1]))
-        torch._foreach_add_(roots, self.eps)
-        rates = torch._foreach_mul(torch._foreach_reciprocal(corrections[0]), lr)
-        torch._foreach_sub_(now, torch._foreach_mul(torch._foreach_div(means, roots), rates))
+            root = (square / (1 - self.beta2**count)).sqrt() + self.eps
+            param.sub_(mean / root * (lr / (1 - self.beta1**count)))
 
 
 def may_join(tensors: Iterable[Tensor]) -> bool:
@@ -148,168 +122,124 @@ def may_join(tensors: Iterable[Tensor]) -> bool:
 
     On a CPU, joined operations take as long. ``torch.vmap`` has no rule for them.
     """
-    each = list(tensors)
-    return any(not one.is_cpu for one in each) and not any(map(torch._C._functorch.is_batchedtensor, each))
-
-
-NUMBERS: Mapping[type, torch.dtype] = {bool: torch.bool, int: torch.int64, float: torch.float64}
-"""Types of numbers in the state of torch's optimizers, and the tensors in which they are kept."""
-
-
-@cache
-def _list_common_attributes() -> frozenset[str]:
-    """Return the attributes that every optimizer of torch has; making one loads torch's compiler, which takes time."""
-    return frozenset(vars(torch.optim.Optimizer([torch.zeros(1)], {})))
+    joined = list(tensors)
+    return any(not one.is_cpu for one in joined) and not any(map(torch._C._functorch.is_batchedtensor, joined))
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class TorchOptimizer(Optimizer):
     """An optimizer of torch, or a subclass, whose state consists of tensors and numbers for each parameter.
 
-    Each step runs torch's own code on an optimizer that is made anew from its settings and the state, so that all that
-    lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers are kept as tensors with
-    their type in the name, ``"step:int/conv.weight"``.
-
-    ``settings``: its parameter group's, without ``lr`` and ``weight_decay``. ``attributes``: attributes that
-    a subclass sets, which no step may change. ``decays``: whether it has ``weight_decay``.
+    Each step runs torch's own code on an optimizer that is made anew of class ``function`` with ``arguments``, so that
+    all that lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers and None are kept
+    as tensors, ``"step:number/conv.weight"``.
     """
 
-    kind: type[torch.optim.Optimizer]
-    settings: Mapping[str, Any]
-    attributes: Mapping[str, Any]
-    decays: bool
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        require(
-            self.decays or not self.weight_decay,
-            f"optimizer={self} has no weight_decay: leave weight_decay={self.weight_decay:g} out",
-        )
-
-    @override
-    def init(self, params: State) -> State:
-        return {}
+    function: Any
+    arguments: Mapping[str, Any]
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        self._step(params, grads, state, lr)
+        if params:
+            self._step(params, grads, state, lr)
 
     @override
     def check(self, params: State, rounds: int) -> None:
         super().check(params, rounds)
-        trial, state = clone(params), State()
-        before = {name: _dump(value) for name, value in {**self._group(self.lr), **self.attributes}.items()}
+        params, state = clone(params), State()
         try:
             for _ in range(2):
-                made = self._step(trial, {name: torch.ones_like(p) for name, p in trial.items()}, state, self.lr)
-        except UsageError:
-            raise
+                self._step(params, {name: torch.ones_like(p) for name, p in params.items()}, state, self.lr, check=True)
+        except UsageError as error:
+            raise error.about("optimizer") from None
         except Exception as error:
             raise UsageError(
                 f"optimizer={self} cannot update this model's parameters: {describe_error(error)}. Choose another "
                 "optimizer, for example sgd"
             ).about("optimizer") from error
-        common = _list_common_attributes()
-        after = {**made.param_groups[0], **{name: value for name, value in vars(made).items() if name not in common}}
-        changed = [name for name, value in after.items() if name != "params" and _dump(value) != before.get(name)]
-        if changed:
-            raise UsageError(
-                f"optimizer={self} changes {changed[0]!r} as it steps, outside of its state of each parameter, where "
-                "clients would share it: keep it in self.state[parameter]"
-            ).about("optimizer")
 
-    def _group(self, lr: float) -> dict[str, Any]:
-        return {**self.settings, "lr": lr, **({"weight_decay": self.weight_decay} if self.decays else {})}
-
-    def _step(self, params: State, grads: State, state: State, lr: float) -> torch.optim.Optimizer:
-        """Take the step of :meth:`update_`, and return the optimizer of torch that took it."""
-        group = self._group(lr)
-        made = self.kind.__new__(self.kind)
-        groups = [{**group, "params": list(params.values())}]
-        restored = {**self.attributes, "defaults": dict(group), "state": defaultdict(dict), "param_groups": groups}
-        torch.optim.Optimizer.__setstate__(made, restored)
+    def _step(self, params: State, grads: State, state: State, lr: float, *, check: bool = False) -> None:
+        made = self.function([*params.values()], lr=lr, **self._list_arguments())
+        before = _list_settings(made) if check else {}
         for entry in list(state):
             key, _, name = entry.partition("/")
             if name in params:
-                key, value = self._read(key, state.pop(entry))
-                made.state[params[name]][key] = value
+                made.state[params[name]] |= _read(key, state.pop(entry), made.param_groups[0])
         for name, param in params.items():
             param.grad = grads[name]
         made.step()
+        if check and (changed := _find_change(before, made)):
+            raise UsageError(f"optimizer={self} changes {changed!r} as it steps, which clients would share: {KEEP}")
         for name, param in params.items():
             param.grad = None
             for key, value in made.state.pop(param, {}).items():
-                key, state_value = self._write(key, value)
-                state[f"{key}/{name}"] = state_value
-        if made.state:
-            raise UsageError(
-                f"optimizer={self} keeps state that belongs to no parameter: keep it in self.state[parameter]"
-            ).about("optimizer")
-        return made
+                state |= self._write(name, key, value)
+        require(not made.state, f"optimizer={self} keeps state that belongs to no parameter: {KEEP}")
 
-    def _read(self, key: str, value: Tensor) -> tuple[str, Any]:
-        """Return an entry of torch's state from its form in a :data:`State`."""
-        key, _, kind = key.partition(":")
-        if kind:
-            return key, None if kind == "none" else value.item()
-        on_device = self.settings.get("capturable") or self.settings.get("fused")
-        return key, value.cpu() if key == "step" and not on_device else value  # as load_state_dict of torch
-
-    def _write(self, key: object, value: Any) -> tuple[str, Tensor]:
-        """Return an entry of a :data:`State` from its form in torch's state."""
-        if not isinstance(key, str) or {"/", ":"} & set(key):
-            raise UsageError(f"optimizer={self} has a state named {key!r}: name it by letters").about("optimizer")
+    def _write(self, name: str, key: Any, value: Any) -> State:
+        """Return an entry of torch's state of the parameter ``name`` as one of a :data:`State`."""
+        require(str(key).isidentifier(), f"optimizer={self} has a state named {key!r}: name it by letters")
         if isinstance(value, Tensor):
-            return key, value.detach()
-        if value is None:
-            return f"{key}:none", torch.zeros(0)
-        if type(value) not in NUMBERS:
-            raise UsageError(
-                f"optimizer={self} keeps a {type(value).__name__} in its state {key!r}: keep tensors and numbers, "
-                "which checkpoints store"
-            ).about("optimizer")
-        return f"{key}:{type(value).__name__}", torch.tensor(value, dtype=NUMBERS[type(value)])
+            return {f"{key}/{name}": value.detach()}
+        kind = type(value)
+        known = value is None or kind in (bool, int, float)
+        require(known, f"optimizer={self} keeps a {kind.__name__} in its state {key!r}: {KEEP}")
+        dtype = torch.float64 if kind is float else None
+        return {f"{key}:number/{name}": torch.tensor([] if value is None else value, dtype=dtype)}
+
+    def _list_arguments(self) -> dict[str, Any]:
+        """Return the arguments other than the defaults, without learning rate and schedule."""
+        usual = list_defaults(self.function).get("weight_decay", 0.0)
+        return {**self.arguments, **({} if self.weight_decay == usual else {"weight_decay": self.weight_decay})}
 
     @property
     def text(self) -> str:
         """The expression of the optimizer, without its learning rate and schedule."""
-        return write_call(self.kind, self._list_changed())
-
-    def _list_changed(self) -> dict[str, Any]:
-        """Return the arguments other than the defaults."""
-        usual = inspect.signature(self.kind).parameters
-        arguments = {**self.settings, **({"weight_decay": self.weight_decay} if self.decays else {})}
-        arguments |= {name: value for name, value in self.attributes.items() if name in usual}
-        return {
-            name: value
-            for name, value in arguments.items()
-            if name not in usual or isinstance(value, Tensor) or usual[name].default != value
-        } | ({"keep": True} if self.keep else {})
+        return describe_call(self.function, self._list_arguments() | ({"keep": True} if self.keep else {}))
 
     def __repr__(self) -> str:
-        schedule = {} if self.schedule == Schedule() else {"schedule": self.schedule}
-        return write_call(self.kind, {"lr": self.lr} | self._list_changed() | schedule)
+        others = {"keep": (self.keep, False), "schedule": (self.schedule, CONSTANT)}
+        changed = {name: value for name, (value, usual) in others.items() if value != usual}
+        return describe_call(self.function, {"lr": self.lr} | self._list_arguments() | changed)
+
+
+KEEP = "keep tensors and numbers in self.state[parameter], which checkpoints store"
+
+
+def _read(key: str, value: Tensor, group: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an entry of torch's state from its form in a :data:`State`; ``group``: the optimizer's settings."""
+    key, _, number = key.partition(":")
+    if number:
+        return {key: value.item() if value.numel() else None}
+    on_device = group.get("capturable") or group.get("fused")
+    return {key: value.cpu() if key == "step" and not on_device else value}  # as load_state_dict of torch
+
+
+def _list_settings(made: torch.optim.Optimizer) -> dict[str, object]:
+    """Return bytes of all that a torch optimizer holds other than parameters and their state, by name."""
+    values = {**made.param_groups[0], **vars(made), "param_groups": len(made.param_groups)}
+    return {name: _dump(value) for name, value in values.items() if name not in ("params", "state", "defaults")}
+
+
+def _find_change(before: Mapping[str, object], made: torch.optim.Optimizer) -> str | None:
+    """Return the name of a setting of ``made`` that differs from those ``before``, if any."""
+    return next((name for name, value in _list_settings(made).items() if before.get(name) != value), None)
 
 
 def _dump(value: object) -> object:
-    """Return bytes that are equal for equal values, or ``value`` if it has none, such as a function of a notebook."""
     try:
         return pickle.dumps(value)
-    except Exception:  # any type may refuse in its own way
+    except Exception:  # any type may refuse in its own way, such as a function of a notebook
         return value
 
 
-NEUTRAL: Mapping[Any, Mapping[str, Any]] = {
-    torch.optim.SGD: {"dampening": 0},
-    torch.optim.Adam: {"amsgrad": False, "weight_decay": 0, "decoupled_weight_decay": False},
-    torch.optim.AdamW: {"amsgrad": False, "decoupled_weight_decay": True},
-}
-"""Arguments that :class:`SGD` and :class:`AdamW` lack, and the values at which they equal torch's."""
-IMPLEMENTATION = {"maximize": False, "foreach": None, "fused": None, "capturable": False, "differentiable": False}
-"""Such arguments that all of torch's optimizers have."""
+@cache
+def list_defaults(kind: Any) -> Mapping[str, Any]:
+    """Return the defaults of the arguments of ``kind`` after its first, by name."""
+    return {each.name: each.default for each in list(inspect.signature(kind).parameters.values())[1:]}
 
 
-def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None) -> Optimizer:
+def as_optimizer(optimizer: object, lr: float, schedule: Schedule = CONSTANT) -> Optimizer:
     """Convert a torch optimizer to an :class:`Optimizer` that takes identical steps.
 
     Args:
@@ -318,7 +248,7 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
             ``torch.optim.SGD``, ``Adam`` and ``AdamW`` become :class:`SGD` or :class:`AdamW` where these have all their
             arguments, so that every engine runs them; others become a :class:`TorchOptimizer`.
         lr: Learning rate of a class, or of a partial without one; other arguments keep their defaults.
-        schedule: Schedule of the learning rate; None: constant.
+        schedule: Schedule of the learning rate.
 
     Raises:
         UsageError: It is no optimizer, it evaluates the loss again in a step (``LBFGS``), or arguments do not fit.
@@ -326,114 +256,80 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule | None = None)
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    kind: Any = type(optimizer) if isinstance(optimizer, torch.optim.Optimizer) else optimizer
-    kind, arguments = (kind.func, dict(kind.keywords)) if isinstance(kind, partial) else (kind, {})
-    if not isinstance(kind, type) or not issubclass(kind, torch.optim.Optimizer):
-        raise UsageError(
-            "{} is unknown: allowed are sgd and adamw, fedshift.SGD(...) and fedshift.AdamW(...), and an optimizer of "
-            "torch.optim or a subclass: the class, a functools.partial of it, or an instance",
-            Ref(optimizer=optimizer),
-        )
-    name = kind.__name__
-    if isinstance(optimizer, partial) and optimizer.args:
-        raise UsageError(f"optimizer={name}: give arguments by name: functools.partial({name}, lr=0.01)")
-    keep = "keep" not in inspect.signature(kind).parameters and bool(arguments.pop("keep", False))
-    closure = inspect.signature(kind.step).parameters.get("closure")
-    if closure and closure.default is inspect.Parameter.empty:
+    kind, arguments = _split(optimizer)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        return _accept(optimizer, None)
+    usual, arguments = list_defaults(kind), {"lr": lr, **arguments}  # type: ignore[arg-type]
+    keep = "keep" not in usual and bool(arguments.pop("keep", False))
+    _check_arguments(kind, arguments, optimizer)
+    arguments = {name: value for name, value in arguments.items() if usual.get(name) != value or name == "lr"}
+    return _translate(kind, arguments, schedule=schedule, keep=keep)
+
+
+def _split(optimizer: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the class of ``optimizer``, and its arguments by name as far as they are known."""
+    if isinstance(optimizer, torch.optim.Optimizer):
+        known = {**vars(optimizer), **optimizer.param_groups[0]}
+        kind: Any = type(optimizer)
+        return kind, {name: known[name] for name in list_defaults(kind) if name in known}
+    return split_partial(optimizer)
+
+
+def _check_arguments(kind: Any, arguments: Mapping[str, Any], optimizer: object) -> None:
+    """Raise :class:`UsageError` unless ``kind`` with ``arguments`` steps by one gradient, as ``optimizer`` would."""
+    name, closure = kind.__name__, inspect.signature(kind.step).parameters.get("closure")
+    if closure and closure.default is closure.empty:
         raise UsageError(
             f"optimizer={name} evaluates the loss several times in a step (its closure), but here a step follows one "
             "gradient, which a method may have changed: choose an optimizer whose step takes no closure"
         )
     try:
-        instance: Any = (
-            optimizer if isinstance(optimizer, kind) else kind([torch.zeros(1, 1)], **{"lr": lr, **arguments})
-        )
-        groups = instance.param_groups
+        settings = _list_settings(kind([torch.zeros(1, 1)], **arguments))
     except Exception as error:
         raise UsageError(f"optimizer={name}: {describe_error(error)}") from error
-    if len(groups) > 1:
+    if isinstance(optimizer, torch.optim.Optimizer) and (changed := _find_change(settings, optimizer)):
         raise UsageError(
-            f"optimizer={name} has {len(groups)} parameter groups: give it one group, since all parameters are trained "
-            "with the same settings"
+            f"optimizer={name} differs in {changed!r} from a new one with its arguments: give the class with arguments "
+            f"for all parameters, functools.partial({name}, lr=0.01), and a scheduler's class as schedule"
         )
-    if "initial_lr" in groups[0]:
-        raise UsageError(
-            f"optimizer={name} has a scheduler of torch, which is not called here: give a new optimizer, and the "
-            "scheduler's class with its arguments as schedule"
-        )
-    if "lr" not in groups[0]:
-        raise UsageError(f"optimizer={name} has no setting lr, which schedules change: name its learning rate lr")
-    made = _translate(kind, groups[0], schedule or Schedule()) or _adopt(instance, schedule or Schedule())
-    return replace(made, keep=keep)
 
 
-def _translate(kind: Any, settings: Mapping[str, Any], schedule: Schedule) -> Optimizer | None:
-    """Return the :class:`SGD` or :class:`AdamW` that equals torch's ``kind`` with ``settings``; None if none does."""
-    if kind not in NEUTRAL:
-        return None
-    neutral = {**IMPLEMENTATION, **NEUTRAL[kind]}
-    if any(settings.get(argument, value) != value for argument, value in neutral.items()):
-        return None
-    common: dict[str, Any] = {
-        "lr": float(settings["lr"]), "weight_decay": float(settings["weight_decay"]), "schedule": schedule,
-    }  # fmt: skip
-    if "betas" not in settings:
-        return SGD(momentum=float(settings["momentum"]), nesterov=settings["nesterov"], **common)
-    beta1, beta2 = map(float, settings["betas"])
-    return AdamW(beta1=beta1, beta2=beta2, eps=float(settings["eps"]), **common)
-
-
-def _adopt(instance: torch.optim.Optimizer, schedule: Schedule) -> TorchOptimizer:
-    """Return the :class:`TorchOptimizer` with the settings of ``instance``."""
-    name, group = type(instance).__name__, dict(instance.param_groups[0])
-    attributes = {key: value for key, value in vars(instance).items() if key not in _list_common_attributes()}
-    for key, value in attributes.items():
-        if isinstance(value, torch.optim.Optimizer):
-            raise UsageError(
-                f"optimizer={name} keeps another optimizer in {key!r}, which updates parameters that it was made with: "
-                "write one whose step updates the parameters in self.param_groups"
-            )
-    if instance._optimizer_step_pre_hooks or instance._optimizer_step_post_hooks:
-        raise UsageError(f"optimizer={name} has step hooks, which are not called here: put their work into its step")
-    decays = "weight_decay" in group
-    own = {key: value for key, value in group.items() if key not in ("params", "lr", "weight_decay")}
-    return TorchOptimizer(
-        lr=float(group["lr"]), weight_decay=float(group["weight_decay"]) if decays else 0.0, schedule=schedule,
-        kind=type(instance), settings=own, attributes=attributes, decays=decays,
-    )  # fmt: skip
+def _translate(kind: Any, arguments: dict[str, Any], **common: Any) -> Optimizer:
+    """Return the :class:`SGD` or :class:`AdamW` that equals torch's ``kind`` with ``arguments``, or torch's own."""
+    usual = list_defaults(kind).get("weight_decay", 0.0)
+    common |= {"lr": float(arguments.pop("lr")), "weight_decay": float(arguments.pop("weight_decay", usual))}
+    if kind is torch.optim.SGD and arguments.keys() <= {"momentum", "nesterov"}:
+        return SGD(**arguments, **common)
+    decoupled = kind is torch.optim.AdamW or (kind is torch.optim.Adam and not common["weight_decay"])
+    if decoupled and arguments.keys() <= {"betas", "eps"}:
+        beta1, beta2 = map(float, arguments.pop("betas", (AdamW.beta1, AdamW.beta2)))
+        return AdamW(beta1=beta1, beta2=beta2, **arguments, **common)
+    return TorchOptimizer(function=kind, arguments=arguments, **common)
 
 
 def _accept(optimizer: object, _text: str | None) -> Optimizer:
     if not isinstance(optimizer, Optimizer):
         raise UsageError(
             "{} is unknown: allowed are sgd and adamw, fedshift.SGD(...) and fedshift.AdamW(...), and an optimizer of "
-            "torch.optim or a subclass, package.module:Class(name=value)",
+            "torch.optim or a subclass: package.module:Class(name=value), and in Python also the class, a "
+            "functools.partial of it with arguments by name, or an instance",
             Ref(optimizer=optimizer),
         )
     return optimizer
 
 
-def _adapt(optimizer: Callable[..., Any], _own: bool) -> Callable[..., Any]:
-    """Return a factory of optimizers from an expression's arguments, for a class of torch's all but the parameters."""
-    if not (isinstance(optimizer, type) and issubclass(optimizer, torch.optim.Optimizer)):
-        return optimizer
-    kind: Any = optimizer
+def _adapt(entry: Callable[..., Any], _user_defined: bool) -> Callable[..., Any]:
+    """Return a factory of optimizers from an expression's arguments."""
+    if not (isinstance(entry, type) and issubclass(entry, torch.optim.Optimizer)):
+        return entry
 
-    def make(*, lr: float, schedule: Schedule, keep: bool = False, **arguments: Any) -> Optimizer:
-        return as_optimizer(partial(kind, lr=lr, keep=keep, **arguments), lr, schedule)
+    def make(*, lr: float, schedule: Schedule, **arguments: Any) -> Optimizer:
+        return as_optimizer(partial(entry, **arguments), lr, schedule)
 
-    given = inspect.signature(make).parameters
-    added = [given[name] for name in ("lr", "schedule", "keep")]
-    own = [each for each in by_name(optimizer).parameters.values() if each.name not in given]
-    make.__signature__ = inspect.Signature([*added, *own])  # type: ignore[attr-defined]
     return make
 
 
-def _spell(optimizer: Optimizer) -> str | None:
-    return optimizer.text if isinstance(optimizer, TorchOptimizer) else ""
-
-
 OPTIMIZERS = Catalog[Optimizer](
-    "optimizer", {"sgd": SGD, "adamw": AdamW}, _accept, adapt=_adapt, spell=_spell, settings=("lr", "schedule")
+    "optimizer", {"sgd": SGD, "adamw": AdamW}, _accept, adapt=_adapt, spell=spell_call, settings=("lr", "schedule")
 )
 """Local optimizers; the learning rate ``lr`` and its ``schedule`` are added by the caller."""

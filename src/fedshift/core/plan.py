@@ -19,7 +19,7 @@ from .method import Method
 from .network import Loss, Network
 from .optimizer import SGD
 from .rule import HOOKS, Declared, Rule
-from .selection import hybrid_factors, norm_statistics
+from .selection import hybrid_factors
 from .states import LocalTrainingState
 
 
@@ -41,21 +41,17 @@ class Plan(Network):
     """A method resolved against one model. Created by :func:`~fedshift.core.preparation.prepare`.
 
     Args:
-        method: The method, its aggregation bound to the plan.
+        method: The method.
         rules: The method's rules, resolved against the network; empty while they are being bound.
-        freeze_from: First round (from 0) with frozen statistics.
         loss: Computes the mean loss of a batch from outputs and labels.
         smallest_batch: Minimum batch size: 2 if the model cannot train on one sample, else 1.
-        seed: Seed of the trial, which keys the server's random draws.
 
     """
 
     method: Method
     rules: tuple[Declared, ...] = ()
-    freeze_from: float
     loss: Loss
     smallest_batch: int
-    seed: int = 0
     _updates: dict[object, tuple[Updated, ...]] = field(default_factory=dict, init=False, repr=False)
     _verdicts: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
 
@@ -73,7 +69,7 @@ class Plan(Network):
     @property
     def mixes(self) -> bool:
         """Whether clients load individual mixes of uploads."""
-        return self.method.aggregate.mixes
+        return any(bound.rule.mixes for bound in self.rules)
 
     @property
     def personalizes(self) -> bool:
@@ -87,14 +83,16 @@ class Plan(Network):
         adapts = self.method.finetune or any(bound.rule.personalizes for bound in self.rules)
         return keeps or self.mixes or bool(adapts)
 
-    def entries_fixed_in(self, round: int) -> frozenset[str]:
-        """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
-        frozen = round >= self.freeze_from
-        return frozenset(
-            entry.name
-            for entry in self.entries
-            if (frozen and norm_statistics(entry) if entry.is_buffer else entry.name not in self.trained)
-        )
+    @cached_property
+    def folds(self) -> tuple[int, ...]:
+        """Positions of the rules that define ``fold``: one that aggregates first, one that moves the result last."""
+        rules = [bound.rule for bound in self.rules]
+        return tuple(sorted(self.defines("fold"), key=lambda index: rules[index].moves - rules[index].aggregates))
+
+    @cached_property
+    def made(self) -> frozenset[str]:
+        """Entries of the server that rules compute."""
+        return frozenset[str]().union(*(bound.sets for bound in self.rules))
 
     def defines(self, hook: str) -> tuple[int, ...]:
         """Return the positions of the rules that define ``hook``."""
@@ -128,7 +126,7 @@ class Plan(Network):
     def clients_differ_only_in_entries(self) -> bool:
         """Whether clients differ only in the model's entries when they start, not in the state of rules."""
         kept = any(bound.on_client or bound.server for bound in self.rules)
-        acts = any(map(self.defines, ("start", "personalize", "end", "fold")))
+        acts = any(map(self.defines, ("start", "personalize", "end")))
         return not (kept or acts or self.mixes)
 
     @cached_property

@@ -24,14 +24,7 @@ from ..utils.errors import UsageError
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .checks import REMOVE, check_batch_size, check_composition, check_network, check_plan, select_entries
-from .dry_run import (
-    check_freezing,
-    check_normalization,
-    check_outputs,
-    check_rounds,
-    explained_errors,
-    find_smallest_batch,
-)
+from .dry_run import check_normalization, check_run, explained_errors, find_smallest_batch
 from .method import Method, decides_normalization
 from .network import Loss, Precision, Traits
 from .optimizer import SGD, Optimizer
@@ -96,18 +89,16 @@ def prepare(
     if sample is not None:
         plan = _observe(plan, sample, remake)
     plan = _assign_roles(method, plan)
-    work, optimizer = resolve_work(method, work or Work(epochs=1), clients), _override(optimizer, method)
-    plan = replace(plan, method=method.resolve_weighting(work), work=work, optimizer=optimizer, loss=loss, seed=seed)
+    _refuse_unknown_settings(optimizer, method.optimizer, method)
+    optimizer, work = replace(optimizer, **method.optimizer), resolve_work(method, work or Work(epochs=1), clients)
+    method = method.resolve_weighting(work)
+    plan = replace(plan, method=method, text=method.text, work=work, optimizer=optimizer, loss=loss, seed=seed)
     plan = _freeze(bind_rules(plan), rounds)
     check_plan(plan)
-    plan = replace(plan, method=replace(plan.method, aggregate=method.aggregate.bind(plan)))
     check_batch_size(plan)
     optimizer.check(plan.params, rounds)
     if sample is not None:
-        check_freezing(plan, sample)
-        if task is not None:
-            check_outputs(plan, sample, task, classes)
-        check_rounds(plan, sample, task, classes)
+        check_run(plan, sample, task, classes)
     return plan
 
 
@@ -134,10 +125,9 @@ def _copy(model: nn.Module) -> nn.Module:
     try:
         return copy.deepcopy(model)
     except Exception as error:  # a user's network may raise any type
-        raise UsageError(
-            f"the model {type(model).__name__} cannot be copied ({describe_error(error)}): give a function that makes "
-            "it, (sample_shape, classes) -> nn.Module"
-        ) from error
+        fix = "give a function that makes it, (sample_shape, classes) -> nn.Module"
+        what = f"the model {type(model).__name__} cannot be copied ({describe_error(error)})"
+        raise UsageError(f"{what}: {fix}") from error
 
 
 def _make_template(method: Method, network: nn.Module) -> nn.Module:
@@ -153,7 +143,7 @@ def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -
     return Plan(
         label=method.label, method=Method(name=method.name, typed=method.typed, surgery=method.surgery),
         module=template, entries=members, initial={name: tensors[name].detach().clone() for name in names},
-        loaded=frozenset(names), sent=frozenset(names), trained=trained, trainable=trained, freeze_from=float("inf"),
+        loaded=frozenset(names), sent=frozenset(names), trained=trained, trainable=trained,
         work=Work(epochs=1), optimizer=SGD(lr=0.1), loss=weigh_outputs, smallest_batch=1, precision=precision,
     )  # fmt: skip
 
@@ -195,13 +185,8 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
     changing = plan.traits.changing or ()
     members = tuple(entry for entry in plan.entries if entry.kind != "hidden" or entry.name in changing)
     hidden = frozenset(entry.name for entry in members if entry.kind == "hidden")
-    scope = method.scope
-    loaded, sent = (
-        names - hidden
-        for names in select_entries(
-            method, lambda method: method.scope, lambda: [scope.load.names(members), scope.send.names(members)]
-        )
-    )
+    scope, choose = method.scope, lambda: (method.scope.load.names(members), method.scope.send.names(members))
+    loaded, sent = (names - hidden for names in select_entries(method, lambda method: method.scope, choose))
     _check_scope(method, loaded, sent, {entry.name for entry in members} - hidden)
     adopted = frozenset(entry.name for entry in members if scope.begin(entry)) & sent - loaded
     kept = frozenset[str]() if method.pooled else list_kept(members, loaded)
@@ -209,18 +194,11 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
     if method.trains is not everything:
         left = partial(method.trains.names, members, "left untrained")
         trained = _require_trained(method, trained & select_entries(method, lambda method: method.trains, left))
-    initial = {entry.name: plan.initial[entry.name] for entry in members}
     plan = replace(
-        plan,
-        entries=members,
-        initial=initial,
-        loaded=loaded - kept,
-        adopted=adopted | kept,
-        sent=sent,
-        trained=trained,
+        plan, entries=members, initial={entry.name: plan.initial[entry.name] for entry in members}, sent=sent,
+        loaded=loaded - kept, adopted=adopted | kept, trained=trained, norm_replacers=method.norm_replacers,
         keepers=name_keepers(method, members, loaded - kept),
-        norm_replacers=method.norm_replacers,
-    )
+    )  # fmt: skip
     for name, parameter in plan.parameters.items():
         parameter.requires_grad_(name in trained)
     return plan
@@ -229,15 +207,12 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
 def _check_scope(method: Method, loaded: frozenset[str], sent: frozenset[str], every: set[str]) -> None:
     """Raise :class:`UsageError` if a client loads what none sends, or pooled data leave no client to keep entries."""
     if loaded - sent:
-        raise UsageError(
-            f"method {method.label!r} loads {min(loaded - sent)!r}, which no client sends: "
-            "the server would always broadcast the initial value; send it too, or do not load it"
-        )
+        why = "which no client sends, so that it keeps its initial value: send it too, or do not load it"
+        raise UsageError(f"method {method.label!r} loads {min(loaded - sent)!r}, {why}")
     if method.pooled and loaded != every:
-        raise UsageError(
-            f"method {method.label!r} pools all data but keeps entries on clients, and pooling leaves no clients: "
-            f"use centralized without {method.name_sources(lambda method: method.scope, 'a personal method')}"
-        )
+        keeping = method.name_sources(lambda method: method.scope, "a personal method")
+        why = f"pools all data but keeps entries on clients, and pooling leaves none: use centralized without {keeping}"
+        raise UsageError(f"method {method.label!r} {why}")
 
 
 def name_keepers(method: Method, members: tuple[Entry, ...], loaded: frozenset[str]) -> dict[str, str]:
@@ -253,24 +228,15 @@ def resolve_work(method: Method, work: Work, clients: int) -> Work:
     """Return the local work of ``method``, given the experiment's ``work`` and number of ``clients``."""
     _refuse_unknown_settings(work, method.work, method)
     work = work.change(method.work)
-    if method.pooled == "scaled" and work.batch_size is not None:
-        return replace(work, batch_size=work.batch_size * clients)
-    return work
-
-
-def _override(optimizer: Optimizer, method: Method) -> Optimizer:
-    _refuse_unknown_settings(optimizer, method.optimizer, method)
-    return replace(optimizer, **method.optimizer)
+    scaled = work.batch_size is not None and method.pooled == "scaled"
+    return replace(work, batch_size=(work.batch_size or 0) * clients) if scaled else work
 
 
 def _refuse_unknown_settings(settings: Work | Optimizer, changes: Mapping[str, Any], method: Method) -> None:
-    known = {field.name for field in fields(settings)}
-    for name in changes:
-        if name not in known:
-            raise UsageError(
-                f"method {method.label!r} sets {name}, which {type(settings).__name__} lacks: its fields are "
-                f"{', '.join(sorted(known))}"
-            )
+    known = [field.name for field in fields(settings)]
+    for name in changes.keys() - known:
+        why = f"which {type(settings).__name__} lacks: its fields are {', '.join(sorted(known))}"
+        raise UsageError(f"method {method.label!r} sets {name}, {why}")
 
 
 def bind_rules(plan: Plan) -> Plan:
@@ -285,12 +251,10 @@ def bind_rules(plan: Plan) -> Plan:
         try:
             bound = rule.named(source).bind(plan)
         except UsageError as error:
-            raise UsageError(f"method {plan.method.label!r}: {error}") from error
+            raise UsageError(f"method {plan.label!r}: {error}") from error
         if not isinstance(bound, Declared):
-            raise UsageError(
-                f"method {plan.method.label!r}: {type(rule).__name__}.bind() returned a {type(bound).__name__}: return "
-                "fedshift.Declared(self, ...)"
-            )
+            what = f"{type(rule).__name__}.bind() returned a {type(bound).__name__}"
+            raise UsageError(f"method {plan.label!r}: {what}: return fedshift.Declared(self, ...)")
         rules.append(replace(bound, rule=bound.rule.named(source)))
     names = [type(bound.rule).__name__.lower() for bound in rules]
     unique = [name if names.count(name) == 1 else f"{number}.{name}" for number, name in enumerate(names)]

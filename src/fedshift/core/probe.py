@@ -52,9 +52,10 @@ def probe_network(network: Network, sample: Tensor, remake: Callable[[], nn.Modu
     """
     x = make_batch(network, sample)
     network = replace(network, traits=Traits(contiguous=_needs_torch_format(network, x)))
-    probe, names, start = _Probe(network, x), _list_entries(network.module), _refuse_copies(network.module)
+    probe, start = _Probe(network, x), _refuse_copies(network.module)
     first = probe.run(network.initial)
-    if new := _list_entries(network.module) - names:
+    entries = dict((*network.module.named_parameters(), *network.module.named_buffers()))
+    if new := entries.keys() - network.initial.keys():
         raise UsageError(
             f"the model makes {min(new)!r} at its first call, so that no optimizer trains it: make it in __init__, or "
             "run one batch through the model before its function returns it"
@@ -165,10 +166,9 @@ class _Probe:
     def _differentiate(self, state: State, x: Tensor, *, first: bool = True) -> State:
         """Return gradients as in plain PyTorch; ``state`` takes what the network writes into its entries."""
         network = self.network
-        network.set_mode(training=True, first=first)
         with network.resident(pick(state, network.trained), network.trained) as leaves, torch.enable_grad():
             entries = {**state, **leaves}
-            self._compute_loss(entries, x, in_place=True).backward()  # type: ignore[no-untyped-call]
+            self._compute_loss(entries, x, in_place=True, first=first).backward()  # type: ignore[no-untyped-call]
             grads = {name: leaf.grad.to_dense() for name, leaf in leaves.items() if leaf.grad is not None}
         state |= {name: entries[name].detach() for name in state.keys() - network.trained}
         return grads
@@ -183,10 +183,11 @@ class _Probe:
             grads = torch.autograd.grad(loss, tuple(leaves.values()), allow_unused=True)
         return {name: grad.to_dense() for name, grad in zip(leaves, grads, strict=True) if grad is not None}
 
-    def _compute_loss(self, state: State, x: Tensor, *, in_place: bool) -> Tensor:
+    def _compute_loss(self, state: State, x: Tensor, *, in_place: bool, first: bool = True) -> Tensor:
+        network, x = self.network, to_memory_format(x, self.network.image_format)
         with dropout_key(torch.zeros((), dtype=torch.int64, device=x.device)):
-            x = to_memory_format(x, self.network.image_format)
-            return weigh_outputs(compute_features(self.network, state, x, {}, in_place=in_place)[0], x)
+            outputs, _ = compute_features(network, state, x, {}, training=True, first=first, in_place=in_place)
+        return weigh_outputs(outputs, x)
 
 
 def _needs_torch_format(network: Network, x: Tensor) -> bool:
@@ -212,9 +213,10 @@ def find_difference(network: Network, before: State, found: State, expected: Sta
     """
     rounding = torch.finfo(network.autocast or network.dtype).eps
     moved = {name: _find_largest(tensor.double() - before[name].double()) for name, tensor in expected.items()}
+    most = max((moved[name] for name, tensor in expected.items() if tensor.is_floating_point()), default=0.0)
     for name, tensor in expected.items():
-        slack = ROUNDING * rounding**0.5 * moved[name] + ROUNDING * rounding * _find_largest(tensor.double())
-        slack += ROUNDING**2 * rounding * max(moved[other] for other in moved if expected[other].is_floating_point())
+        slack = ROUNDING * (rounding**0.5 * moved[name] + rounding * _find_largest(tensor.double()))
+        slack += ROUNDING**2 * rounding * most
         if not torch.allclose(tensor.double(), found[name].double(), rtol=0.0, atol=slack, equal_nan=True):
             return name
     return None
@@ -227,24 +229,19 @@ def _find_largest(tensor: Tensor) -> float:
 
 def is_close(one: State, other: State, tolerance: float = CLOSE) -> bool:
     """Return whether two states are equal up to ``tolerance`` times the largest value; NaN equals NaN."""
-    return one.keys() == other.keys() and all(
-        tensor.shape == other[name].shape
-        and (torch.equal(tensor, other[name]) or _differ_little(tensor.double(), other[name].double(), tolerance))
-        for name, tensor in one.items()
-    )
+    return one.keys() == other.keys() and all(_is_close(one[name], other[name], tolerance) for name in one)
 
 
-def _differ_little(one: Tensor, other: Tensor, tolerance: float) -> bool:
+def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
+    if one.shape != other.shape or one.is_complex():
+        return _equal(one, other)
+    one, other = one.double(), other.double()
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * _find_largest(one), equal_nan=True)
 
 
 def _equal(one: Tensor, other: Tensor) -> bool:
     same = one.shape == other.shape and one.dtype == other.dtype
-    return same and (torch.equal(one, other) or torch.equal(one.nan_to_num(), other.nan_to_num()))
-
-
-def _list_entries(module: nn.Module) -> set[str]:
-    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
+    return same and torch.equal(one.nan_to_num(), other.nan_to_num())
 
 
 def _describe_state(attributes: list[Attribute]) -> UsageError:

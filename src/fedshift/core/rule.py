@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
 from functools import cached_property
-from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
 
 import torch
@@ -29,10 +28,12 @@ from ..nn.dropout import derive_key, dropout_key
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State, clone
-from .aggregation import Received
-from .declarations import Phase, Send
-from .network import Loss, Network, compute_features, forward
-from .states import LocalTrainingState, Seen, ServerState
+from .declarations import Phase as Phase
+from .declarations import Send as Send
+from .means import weighted_mean
+from .network import Loss, compute_features, forward
+from .network import Network as Network
+from .states import LocalTrainingState, Seen, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
 """The hooks that act; :meth:`Rule.bind` declares."""
@@ -55,6 +56,7 @@ class Rule:
         allows_momentum: ``needs_plain_steps`` allows momentum that is reset each round.
         needs_entries_only: Refusals end with this reason why clients must send only the model's entries, and no rule
             may read those of single clients.
+        needs_mean: Refusals begin with this use of the mean of uploads, which no rule must replace.
         needs_classes: Refusals begin with this use of classes, of which each sample must have one.
         needs_one_input: Refusals begin with this use of samples, which must be one array, such as an image.
         personalizes: ``use``: a client evaluates the result of :meth:`personalize` instead of the entries that it loads
@@ -64,6 +66,16 @@ class Rule:
         gradient_stage: What :meth:`gradients` does: ``objective``: it adds the gradient of a term of the client's
             objective; ``transform``: it transforms that objective's gradient; ``step``: it corrects the result.
         on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Declared.model`.
+        aggregates: Whether :meth:`fold` makes the server's entries from single uploads, in place of their mean; a
+            method has one such rule at most.
+        moves: Whether :meth:`fold` moves the trained entries that clients load on, along their aggregated change; a
+            method has one such rule at most, which folds last.
+        weighs: Whether the entries of a rule that ``aggregates`` depend on the clients' weights by the method's
+            weighting.
+        passes_on: Whether clients may receive entries exactly as another client sent them, from a rule that
+            ``aggregates``; sites are informed of it.
+        keeps: Whether the server keeps state about single clients (:attr:`Folded.kept`); sites are informed of it.
+        mixes: Whether clients load mixes of the round's uploads (:attr:`Folded.mixes`); sites are informed of it.
         secret: Whether random draws of :meth:`combine_samples` come from the operating system, so that engines must not
             record or share them.
 
@@ -74,12 +86,19 @@ class Rule:
     needs_plain_steps: ClassVar[str] = ""
     allows_momentum: ClassVar[bool] = False
     needs_entries_only: ClassVar[str] = ""
+    needs_mean: ClassVar[str] = ""
     needs_classes: ClassVar[str] = ""
     needs_one_input: ClassVar[str] = ""
     personalizes: ClassVar[Literal["", "use", "start"]] = ""
     buffers_alone: ClassVar[bool] = False
     gradient_stage: ClassVar[GradientStage] = "transform"
     on_copies: ClassVar[bool] = False
+    aggregates: ClassVar[bool] = False
+    moves: ClassVar[bool] = False
+    weighs: ClassVar[bool] = True
+    passes_on: ClassVar[bool] = True
+    keeps: ClassVar[bool] = False
+    mixes: ClassVar[bool] = False
     secret: bool = False
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -111,6 +130,11 @@ class Rule:
         rule = copy(self)
         vars(rule)["_source"] = source
         return rule
+
+    @property
+    def min_clients(self) -> int:
+        """Minimum number of clients in a round."""
+        return 1
 
     def bind(self, network: Network) -> Declared:
         """Return the rule resolved against a network, with its declarations.
@@ -167,8 +191,12 @@ class Rule:
         return client.memory, {}
 
     def fold(self, server: Server) -> Folded:
-        """Return the server's memory after a round, and the entries of :attr:`Declared.sets`."""
-        return Folded(server.memory)
+        """Return what the server makes of a round: the rule's state there, and new entries.
+
+        Entries are all that clients send if the rule ``aggregates``, the trained ones that clients load if it
+        ``moves`` them, otherwise :attr:`Declared.sets`.
+        """
+        return Folded(server.memory, kept=server.kept)
 
 
 @dataclass(frozen=True, eq=False)
@@ -183,6 +211,7 @@ class Declared:
         name: Name of the rule in checkpoints and uploads, which the plan gives it.
         memory: State that each client keeps from round to round and never sends.
         server: State that the server keeps and broadcasts.
+        kept: State that stays on the server. If the rule ``keeps`` state about clients, names may be added.
         growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
             are fixed.
         model: Weights and buffers of another network, under some or all of the model's names. They are trained and
@@ -205,23 +234,25 @@ class Declared:
     """
 
     rule: Rule
-    name: str = field(default="", kw_only=True)
-    memory: State = field(default_factory=dict, kw_only=True)
-    server: State = field(default_factory=dict, kw_only=True)
-    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict, kw_only=True)
-    model: State = field(default_factory=dict, kw_only=True)
-    params: State = field(default_factory=dict, kw_only=True)
-    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict, kw_only=True)
-    buffers: State = field(default_factory=dict, kw_only=True)
-    phases: tuple[Phase, ...] = field(default=(), kw_only=True)
-    sends: Mapping[str, Send] = field(default_factory=dict, kw_only=True)
-    sets: frozenset[str] = field(default=frozenset(), kw_only=True)
-    targets: bool = field(default=False, kw_only=True)
-    samples_before_work: int = field(default=0, kw_only=True)
-    features: str = field(default="", kw_only=True)
-    draws: bool = field(default=False, kw_only=True)
-    entries: bool = field(default=False, kw_only=True)
-    notices: tuple[str, ...] = field(default=(), kw_only=True)
+    _: KW_ONLY
+    name: str = ""
+    memory: State = field(default_factory=dict)
+    server: State = field(default_factory=dict)
+    kept: State = field(default_factory=dict)
+    growing: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    model: State = field(default_factory=dict)
+    params: State = field(default_factory=dict)
+    limits: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    buffers: State = field(default_factory=dict)
+    phases: tuple[Phase, ...] = ()
+    sends: Mapping[str, Send] = field(default_factory=dict)
+    sets: frozenset[str] = frozenset()
+    targets: bool = False
+    samples_before_work: int = 0
+    features: str = ""
+    draws: bool = False
+    entries: bool = False
+    notices: tuple[str, ...] = ()
 
     @property
     def on_client(self) -> State:
@@ -237,11 +268,6 @@ class Declared:
         """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
         own = any(phase.trains == "own" for phase in self.phases)
         return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
-
-    @property
-    def has_separate_passes(self) -> bool:
-        """Return whether the rule's own parameters are trained in separate passes, where its loss runs."""
-        return any(phase.when != "during" for phase in self.phases)
 
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
@@ -352,12 +378,9 @@ class Client(View):
 class Pass(NamedTuple):
     """A forward pass of a network on a batch, differentiable in the network's parameters.
 
-    ``x``: inputs ``[B, ...]``. ``y``: targets ``[B, ...]``. ``outputs``: the network's outputs, ``[B, K]`` for
-    classification.
+    ``outputs``: the network's outputs, ``[B, K]`` for classification.
     """
 
-    x: Tensor
-    y: Tensor
     outputs: Tensor
     read: Mapping[str, Tensor]
     bound: Declared
@@ -409,7 +432,7 @@ class Step(View):
     @property
     def features(self) -> Tensor:
         """The input of the layer that ``Declared.features`` names, from the same pass."""
-        return Pass(self.x, self.y, *self._batch.passed, self.bound).features
+        return Pass(*self._batch.passed, self.bound).features
 
     def run(self, entries: State, x: Tensor | None = None, *, training: bool = True) -> Pass:
         """Return the forward pass of the model with ``entries``, on the batch or on the inputs ``x``.
@@ -419,21 +442,15 @@ class Step(View):
         With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics, and no buffer is
         written. Raises :class:`UsageError` if a trained entry is missing.
         """
-        x, network, frozen = self.x if x is None else x, self._network, self._job.frozen
-        model = self._batch.complete(entries, self.bound)
-        network.set_mode(training=training, frozen=frozen)
-        try:
-            with dropout_key(self._batch.key):
-                return Pass(x, self.y, *compute_features(network, model, x, self._batch.layers), self.bound)
-        finally:
-            network.set_mode(training=True, frozen=frozen, first=False)
+        x = self.x if x is None else x
+        with dropout_key(self._batch.key):
+            return Pass(*self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
 
     def loss_at(self, entries: State) -> Tensor:
         """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
         batch = self._batch
-        model = batch.complete(entries, self.bound)
-        passed = compute_features(batch.network, model, batch.x, batch.layers)
-        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **model}), batch.y)
+        passed = batch.run(entries, batch.x, asker=self.bound)
+        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **entries}), batch.y)
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
@@ -463,18 +480,21 @@ class Batch:
     def passed(self) -> tuple[Tensor, dict[str, Tensor]]:
         """Outputs, and features by rule, of the pass that computed the loss, which runs on demand."""
         with dropout_key(self.key):
-            return compute_features(self.network, self.complete(self.params), self.x, self.layers)
+            return self.run(self.params, self.x)
 
-    def complete(self, entries: State, bound: Declared | None = None) -> State:
-        """Return ``entries``, which are not copied, and copies of the model's others; ``bound``: the rule that asks."""
+    def run(
+        self, entries: State, x: Tensor, *, training: bool = True, asker: Declared | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return outputs, and features by rule, under ``entries``, completed by copies of the model's others."""
         if missing := self.network.params.keys() - entries.keys():
             raise UsageError(
-                f"{type(bound.rule).__name__ if bound else 'a rule'} runs a model without {min(missing)!r}, which is "
+                f"{type(asker.rule).__name__ if asker else 'a rule'} runs a model without {min(missing)!r}, which is "
                 "trained: give all trained entries: step.start | entries for the client's model when the round began "
                 "(a teacher), or step.params | entries for the model in training"
             )
-        rest = self.job.rest
-        return {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
+        rest, frozen = self.job.rest, self.job.frozen
+        model = {name: entries[name] if name in entries else rest[name].clone() for name in self.network.initial}
+        return compute_features(self.network, model, x, self.layers, training=training, frozen=frozen, first=False)
 
     def change_outputs(self, passed: tuple[Tensor, dict[str, Tensor]], state: State) -> Tensor:
         """Return the outputs of a pass after every rule's :meth:`Rule.outputs`; ``state``: all entries."""
@@ -487,27 +507,93 @@ class Batch:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class Received:
+    """One client's contribution to a round, as the server received it; sequences are sorted by client name.
+
+    Args:
+        client: The client's name.
+        update: The client's upload.
+        weight: The client's weight among the round's participants, by the method's weighting; weights sum to one.
+        size: Number of training samples; 1 where clients count equally.
+        share: The client's fraction of the sizes of all clients that train. Shares sum to less than one if some clients
+            did not take part in the round.
+        withheld: Whether :attr:`entries` is refused, because only the sum over clients is needed.
+
+    """
+
+    client: str
+    update: Update
+    weight: float
+    size: float
+    share: float
+    withheld: bool = False
+
+    @property
+    def entries(self) -> State:
+        """The entries of the model that the client sent; a rule needs ``Declared(self, entries=True)``."""
+        if self.withheld:
+            raise UsageError(
+                "a rule's fold() reads the entries of single clients, without declaring it: return "
+                "Declared(self, entries=True) from its bind()"
+            )
+        return self.update.shared
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Server:
     """The server after a round.
 
     Args:
         memory: The rule's memory on the server.
+        kept: The rule's state that stays on the server.
         uploads: What clients sent for the rule, in the order of their names.
         received: The clients' rounds, in the same order.
+        before: The server before the round.
         network: The network.
-        server: The server before the round.
+        rules: The method's rules.
 
     """
 
     memory: State
+    kept: State
     uploads: Sequence[State]
     received: Sequence[Received]
+    before: ServerState
     network: Network
-    server: ServerState
+    rules: Sequence[Declared]
+    _entries: State | None = None
+
+    @property
+    def entries(self) -> State:
+        """The entries after the folds before this one; at first, their mean by the clients' weights."""
+        return average(self.received) if self._entries is None else self._entries
+
+    @property
+    def changes(self) -> State:
+        """Change of :attr:`entries` in the round, of the trained ones that clients load."""
+        names, entries = self.network.trained & self.network.loaded, self.entries
+        return {name: entries[name] - before for name, before in self.before.shared.items() if name in names}
 
 
-class Folded(NamedTuple):
-    """The rule's memory on the server, and the server's entries that the rule computes."""
+def average(received: Sequence[Received]) -> State:
+    """Return the mean of the uploads by the clients' weights."""
+    return weighted_mean([each.entries for each in received], [each.weight for each in received])
 
-    memory: State
-    entries: Mapping[str, Tensor] = MappingProxyType({})
+
+@dataclass(frozen=True, eq=False)
+class Folded:
+    """Result of a fold.
+
+    Args:
+        memory: The rule's memory on the server.
+        entries: The server's entries that the rule makes.
+        kept: The rule's state that stays on the server.
+        mixes: Weights of the round's uploads by client and entry (:class:`~fedshift.core.mixes.Mixes`), for clients
+            that load a mix.
+
+    """
+
+    memory: State = field(default_factory=dict)
+    entries: State = field(default_factory=dict)
+    kept: State = field(default_factory=dict)
+    mixes: Mapping[str, State] = field(default_factory=dict)

@@ -1,8 +1,10 @@
-"""Schedules of the learning rate by round: by name, as a function of the round, or by ``torch.optim.lr_scheduler``."""
+"""Schedules of the learning rate by round: by name, as a function of the round, or by ``torch.optim.lr_scheduler``.
+
+In come an optimizer's learning rate and a round, counted from 0; out goes the learning rate of that round.
+"""
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -10,7 +12,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from typing_extensions import override
 
 from ..config.catalog import Catalog, bind_arguments
@@ -33,12 +35,21 @@ class Schedule:
     def check(self, lr: float, rounds: int) -> None:
         """Raise :class:`UsageError` unless each of ``rounds`` rounds has a learning rate."""
         for round in range(rounds):
-            rate = self.rate(lr, round)
+            try:
+                rate = self.rate(lr, round)
+            except Exception as error:
+                raise UsageError(
+                    f"schedule {self} failed in round {round + 1}: {describe_error(error)}. Give a function of the "
+                    "round, counted from 0, that returns a factor, or a scheduler of torch with its arguments"
+                ).about("schedule") from error
             if not 0 <= rate < math.inf:
                 raise UsageError(
                     f"schedule {self} gives the learning rate {rate} in round {round + 1}: it must be a number of 0 or "
                     "more"
                 ).about("schedule")
+
+
+CONSTANT = Schedule()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -84,40 +95,15 @@ class Cosine(Schedule):
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class FunctionSchedule(Schedule):
-    """A function of the round, counted from 0, that returns the factor (``LambdaLR``)."""
+class CustomSchedule(Schedule):
+    """A function of the round that returns the factor, or a scheduler's class of torch, stepped after each round.
 
-    function: Callable[[int], float]
+    ``arguments``: further arguments of the function or the class, by name.
+    """
 
-    @override
-    def factor(self, round: int) -> float:
-        try:
-            return float(self.function(round))
-        except Exception as error:
-            raise UsageError(
-                f"schedule {self} failed in round {round + 1}: {describe_error(error)}. Give a function of the round, "
-                "counted from 0, that returns a factor on the learning rate"
-            ).about("schedule") from error
-
-    def __repr__(self) -> str:
-        return identify_function(self.function)
-
-
-@dataclass(frozen=True, kw_only=True, repr=False)
-class TorchSchedule(Schedule):
-    """A class of ``torch.optim.lr_scheduler``, or a subclass, with ``arguments``, stepped once after each round."""
-
-    kind: type[LRScheduler]
+    function: Callable[..., Any]
     arguments: Mapping[str, Any]
     _rates: dict[float, list[float]] = field(default_factory=dict, init=False, compare=False)
-
-    def __post_init__(self) -> None:
-        takes = inspect.signature(self.kind.step).parameters
-        if "metrics" in takes and takes["metrics"].default is inspect.Parameter.empty:
-            raise UsageError(
-                f"schedule {self}: {self.kind.__name__} follows a measured value, but here the learning rate depends "
-                "only on the round: choose another schedule"
-            )
 
     @override
     def factor(self, round: int) -> float:
@@ -125,26 +111,24 @@ class TorchSchedule(Schedule):
 
     @override
     def rate(self, lr: float, round: int) -> float:
-        rates = self._rates.get(lr, [])
-        if len(rates) <= round:
-            rates = self._rates[lr] = self._list_rates(lr, 2 * round + 1)
-        return rates[min(round, len(rates) - 1)]
+        if not isinstance(self.function, type):
+            return lr * float(self.function(round, **self.arguments))
+        if len(self._rates.get(lr, ())) <= round:
+            self._rates[lr] = self._list_rates(lr, 2 * round + 1)
+        return self._rates[lr][min(round, len(self._rates[lr]) - 1)]
 
     @override
     def check(self, lr: float, rounds: int) -> None:
         super().check(lr, rounds)
-        if len(self._rates[lr]) < rounds:
+        if len(rates := self._rates.get(lr, range(rounds))) < rounds:
             raise UsageError(
-                f"schedule {self} ends after {len(self._rates[lr])} rounds, fewer than rounds={rounds}: give it as many"
+                f"schedule {self} ends after {len(rates)} rounds, fewer than rounds={rounds}: give it as many"
             ).about("schedule", "rounds")
 
     def _list_rates(self, lr: float, rounds: int) -> list[float]:
         """Return the learning rates of at most ``rounds`` rounds, fewer if the schedule ends before."""
         optimizer = torch.optim.Optimizer([torch.zeros(1)], {"lr": lr})  # without momentum, which stays constant here
-        try:
-            scheduler = self.kind(optimizer, **self.arguments)
-        except Exception as error:
-            raise UsageError(f"schedule {self}: {describe_error(error)}").about("schedule") from error
+        scheduler = self.function(optimizer, **self.arguments)
         optimizer._opt_called = True  # type: ignore[attr-defined]  # no warning: the steps are taken elsewhere
         rates = [float(optimizer.param_groups[0]["lr"])]
         try:
@@ -153,76 +137,60 @@ class TorchSchedule(Schedule):
                 rates.append(float(optimizer.param_groups[0]["lr"]))
         except ValueError:  # it was made for fewer steps
             pass
-        except Exception as error:
-            raise UsageError(f"schedule {self} failed in round {len(rates) + 1}: {describe_error(error)}").about(
-                "schedule"
-            ) from error
         return rates
 
     def __repr__(self) -> str:
-        return write_call(self.kind, self.arguments)
+        return describe_call(self.function, self.arguments)
 
 
-def by_name(kind: type) -> inspect.Signature:
-    """Return the arguments of ``kind`` after its first, all given by name."""
-    takes = list(inspect.signature(kind).parameters.values())[1:]
-    return inspect.Signature(
-        [each.replace(kind=each.KEYWORD_ONLY) if each.kind is each.POSITIONAL_OR_KEYWORD else each for each in takes]
-    )
+def split_partial(value: Any) -> tuple[Any, dict[str, Any]]:
+    """Return function and arguments of a ``functools.partial`` with arguments by name; other values have none."""
+    return (value.func, value.keywords) if isinstance(value, partial) and not value.args else (value, {})
 
 
-def write_call(kind: type, arguments: Mapping[str, Any]) -> str:
-    """Return ``package.module:Class(name=value, ...)``, the same text in every process."""
-    shown = {name: identify_function(value) if callable(value) else repr(value) for name, value in arguments.items()}
-    given = ", ".join(f"{name}={value}" for name, value in shown.items())
-    place = "torch.optim" if getattr(torch.optim, kind.__name__, None) is kind else kind.__module__
-    return f"{place}:{kind.__qualname__}({given})" if given else f"{place}:{kind.__qualname__}"
+def describe_call(function: Any, arguments: Mapping[str, Any]) -> str:
+    """Return ``package.module:name(argument=value, ...)``, the same text in every process."""
+    texts = {name: identify_function(value) if callable(value) else repr(value) for name, value in arguments.items()}
+    listed = ", ".join(f"{name}={text}" for name, text in texts.items())
+    known = getattr(torch.optim, getattr(function, "__name__", ""), None) is function
+    path = f"torch.optim:{function.__name__}" if known else identify_function(function)
+    return f"{path}({listed})" if listed else path
+
+
+def spell_call(value: Any) -> str | None:
+    """Return the expression of a value with a ``function`` that another process can import; "" without a function."""
+    function = getattr(value, "function", None)
+    if function is None:
+        return ""
+    return getattr(value, "text", str(value)) if find_import_path(function) else None
 
 
 def _accept(schedule: object, _text: str | None) -> Schedule:
     """Convert a function of the round, or a class of torch's schedulers or a partial of one, to a :class:`Schedule`."""
-    kind, arguments = (schedule.func, schedule.keywords) if isinstance(schedule, partial) else (schedule, {})
     if isinstance(schedule, Schedule):
         return schedule
-    if isinstance(kind, type) and issubclass(kind, LRScheduler):
-        if isinstance(schedule, partial) and schedule.args:
-            name = kind.__name__
-            raise UsageError(f"schedule={name}: give arguments by name: functools.partial({name}, gamma=0.9)")
-        return TorchSchedule(kind=kind, arguments=arguments)
-    if callable(schedule) and not isinstance(kind, type):
-        return FunctionSchedule(function=schedule)
-    raise UsageError(
-        "{} is not a schedule: give a text such as 'cosine(floor=0.1)', fedshift.Cosine, StepDecay or Exponential, a "
-        "function of the round that returns a factor, or a class of torch.optim.lr_scheduler with its arguments in a "
-        "functools.partial, without an optimizer",
-        Ref(schedule=schedule),
+    function, arguments = split_partial(schedule)
+    if not callable(function) or (isinstance(function, type) and not issubclass(function, LRScheduler)):
+        raise UsageError(
+            "{} is not a schedule: give a text such as 'cosine(floor=0.1)', fedshift.Cosine, StepDecay or Exponential, "
+            "a function of the round that returns a factor, or a class of torch.optim.lr_scheduler with its arguments "
+            "in a functools.partial, without an optimizer",
+            Ref(schedule=schedule),
+        )
+    require(
+        not (isinstance(function, type) and issubclass(function, ReduceLROnPlateau)),
+        "schedule ReduceLROnPlateau follows a measured value, but here the learning rate depends only on the round: "
+        "choose another schedule",
     )
+    return CustomSchedule(function=function, arguments=arguments)
 
 
 def _adapt(schedule: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:
-    """Return a factory of schedules from an expression's arguments, which are bound to a user's function."""
-    if isinstance(schedule, type) and issubclass(schedule, LRScheduler):
-
-        def make(**arguments: Any) -> TorchSchedule:
-            return TorchSchedule(kind=schedule, arguments=arguments)
-
-        make.__signature__ = by_name(schedule)  # type: ignore[attr-defined]
-        return make
-    return bind_arguments(schedule, user_defined)
-
-
-def _spell(schedule: Schedule) -> str | None:
-    if isinstance(schedule, FunctionSchedule):
-        function: Any = schedule.function
-        arguments = {}
-        if isinstance(function, partial) and not function.args:
-            function, arguments = function.func, function.keywords
-        given = ", ".join(f"{name}={value!r}" for name, value in arguments.items())
-        path = find_import_path(function)
-        return f"{path}({given})" if path and given else path
-    return str(schedule) if isinstance(schedule, TorchSchedule) else ""
+    """Return a factory of schedules from an expression's arguments, which are bound to a user's function or class."""
+    of_torch = isinstance(schedule, type) and issubclass(schedule, LRScheduler)
+    return partial(partial, schedule) if of_torch else bind_arguments(schedule, user_defined)
 
 
 KINDS = {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential}
-SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=_spell)
+SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=spell_call)
 """Schedules of the learning rate; the number of ``rounds`` is added by the caller."""

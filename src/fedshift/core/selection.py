@@ -6,7 +6,7 @@ BatchNorm, and "subnet" contains "bn". Name patterns are for exceptions; a selec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
@@ -19,7 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
 
 from ..nn.hybrid_batch_norm import HybridBatchNorm
-from ..nn.recognition import find_parts, runs_as_torch
+from ..nn.recognition import runs_as_torch
 from ..nn.surgery import LEARNED, has_foreign_statistics
 from ..utils.errors import UsageError
 
@@ -122,9 +122,10 @@ def find_classifier(entries: Iterable[Entry], source_method: str) -> nn.Linear:
     return last.owner
 
 
-def normalizes_as_torch(layer: nn.Module) -> bool:
-    """Return whether a layer is a BatchNorm that normalizes like torch's, possibly followed by other operations."""
-    return isinstance(layer, _BatchNorm) and find_parts(layer) is not None
+def name_classifier(entries: Collection[Entry], source_method: str) -> frozenset[str]:
+    """Return the names of the entries of :func:`find_classifier`."""
+    classifier = find_classifier(entries, source_method)
+    return frozenset(entry.name for entry in entries if entry.owner is classifier)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,15 +192,15 @@ def _describe_repeated(excluded: Select, others: list[Select], entries: tuple[En
     return f"{excluded.text} cannot be {fate}, because another part leaves it out: remove a method"
 
 
-def _describe_unmatched(claim: Select, entries: tuple[Entry, ...]) -> str:
-    types = sorted({entry.layer for entry in entries})
-    named = [entry.name for entry in entries] if claim.text.startswith("'") else []
-    near = get_close_matches(claim.text.strip("'"), named, n=3, cutoff=0.3)
-    hint = f"; similar names: {', '.join(near)}" if near else ""
-    if claim is buffers:
+def _describe_unmatched(selection: Select, entries: tuple[Entry, ...]) -> str:
+    types, hint = sorted({entry.layer for entry in entries}), ""
+    named = [entry.name for entry in entries] if selection.text.startswith("'") else []
+    if near := get_close_matches(selection.text.strip("'"), named, n=3, cutoff=0.3):
+        hint = f"; similar names: {', '.join(near)}"
+    if selection is buffers:
         hint = ", none of which keeps statistics (as BatchNorm does with track_running_stats=True)"
     return (
-        f"{claim.text} matches no entry of the model, whose layers are of type {', '.join(types) or 'none'}{hint}: "
+        f"{selection.text} matches no entry of the model, whose layers are of type {', '.join(types) or 'none'}{hint}: "
         "choose a model that has such layers, or a method that does not need them"
     )
 

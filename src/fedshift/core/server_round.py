@@ -1,4 +1,8 @@
-"""The server's part of a round: aggregate the clients' uploads into the server's state."""
+"""The server's part of a round: the mean of the uploads, then what the rules' folds make of it.
+
+In: a plan, the server's state, and uploads in any order. Out: the server's state after the round. One rule may make the
+entries from single uploads, in place of the mean; then rules compute entries of their own, and one may move the result.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +11,11 @@ from dataclasses import replace
 
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
-from .aggregation import Aggregated, Received
 from .buffers import fit_spectral_norms
-from .means import StreamingMean, SummedUploads
+from .means import StreamingMean, SummedUploads, bound_shares
 from .mixes import Mixes
 from .plan import Plan
-from .rule import Server
-from .shares import bound_shares
+from .rule import Declared, Folded, Received, Server, average
 from .states import ServerState, Update
 
 
@@ -48,23 +50,22 @@ class ClientSizes:
 
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs only the weighted sum of the clients' entries."""
-    return plan.method.aggregate.sums and bool(plan.sent) and not any(bound.entries for bound in plan.rules)
+    return bool(plan.sent) and not any(bound.entries or bound.rule.aggregates for bound in plan.rules)
 
 
 class StreamingAggregator:
     """Aggregates one round's uploads, which may arrive in any order.
 
     ``names``: the participants. Uploads are aggregated in the order of the clients' names, so that the result does not
-    depend on the order of arrival. If the method averages entries, an upload is discarded once it and its predecessors
-    are added, and sums of uploads may be added instead. If ``sizes.max_share`` is below 1, uploads are stored until all
-    weights are known.
+    depend on the order of arrival. If no rule reads single uploads, one is discarded once it and its predecessors are
+    added, and sums of uploads may be added instead, unless ``sizes.max_share`` is below 1, and weights depend on all.
     """
 
     def __init__(self, plan: Plan, server: ServerState, names: Iterable[str], sizes: ClientSizes) -> None:
         self._plan, self._server, self._pending, self._sizes = plan, server, sorted(names, reverse=True), sizes
         self._arrived: dict[str, Update] = {}
         self._aggregated: list[tuple[str, Update]] = []
-        self._mean = StreamingMean() if sums_suffice(plan) else None
+        self._mean = StreamingMean() if sums_suffice(plan) and sizes.max_share >= 1 else None
         self._summed: SummedUploads | None = None
         self._whole = plan.whole & plan.sent
         self._taken, self._largest = pick(server.shared, self._whole), 0.0
@@ -83,7 +84,7 @@ class StreamingAggregator:
         update = self._arrived.pop(name)
         if self._whole:
             update = self._take_whole(name, update)
-        if self._mean and update.shared and self._sizes.max_share >= 1:
+        if self._mean and update.shared:
             self._mean.add(update.shared, self._sizes.weigh_alone(name, update))
             update = replace(update, shared={})
         self._aggregated.append((name, update))
@@ -91,10 +92,10 @@ class StreamingAggregator:
     def _take_whole(self, name: str, update: Update) -> Update:
         """Return ``update`` without buffers that have no mean, which the server takes from the largest weight.
 
-        Aggregations that protect from single clients, or protect these, keep the server's.
+        Rules that protect from single clients, or protect these, keep the server's.
         """
-        weight = self._sizes.weigh_alone(name, update)
-        if weight > self._largest and not self._plan.method.aggregate.needs_entries_only:
+        weight, rule = self._sizes.weigh_alone(name, update), self._plan.method.aggregator
+        if weight > self._largest and not (rule and rule.needs_entries_only):
             self._taken, self._largest = pick(update.shared, self._whole), weight
         return replace(update, shared=pick(update.shared, update.shared.keys() - self._whole))
 
@@ -102,75 +103,69 @@ class StreamingAggregator:
         """Return the server's state after the round, from the uploads that arrived."""
         for name in sorted(self._arrived):  # uploads sorted after a missing one
             self._aggregate(name)
-        plan, server = self._plan, self._server
-        received = receive(plan, self._aggregated, self._sizes)
-        shares = [each.share for each in received]
-        memory, computed = fold_rules(plan, server, received)
-        averaged = replace(server, shared=pick(server.shared, server.shared.keys() - self._whole))
-        if self._mean:
-            if self._sizes.max_share < 1:
-                weights = self._sizes.weigh(self._aggregated)
-                for (_, update), weight in zip(self._aggregated, weights, strict=True):
-                    self._mean.add(update.shared, weight)
-            aggregated = Aggregated(entries=self._mean.result())
-        else:
-            aggregated = _check_declared(plan, plan.method.aggregate(plan, averaged, received))
-        shared, optimizer, mixes = aggregated.entries | computed, server.optimizer, None
-        if aggregated.mixes:
-            loaded = plan.loaded - computed.keys() - self._whole
-            mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=aggregated.mixes)
-            mixes.check(f"method {plan.method.label!r}: {plan.method.name_source(plan.method.aggregate)}")
-        if plan.method.server:
-            before = pick(server.shared, plan.trained & plan.loaded)
-            delta = {name: shared[name] - tensor for name, tensor in before.items()}
-            stepped, optimizer = plan.method.server.step(before, delta, optimizer, sum(shares))
-            shared |= stepped
+        method, received = self._plan.method, receive(self._aggregated, self._sizes)
+        after = fold(self._plan, self._server, received, self._mean.result() if self._mean else None)
         if self._whole:
-            complete = self._taken | shared
-            shared = {name: complete[name] for name in server.shared if name in complete}
-            if len(received) > 1 or plan.method.server or not plan.method.aggregate.sums:  # its weights are none's
-                shared = fit_spectral_norms(plan, shared)
-        return ServerState(
-            round=server.round + 1, shared=shared, memory=memory, optimizer=optimizer, kept=aggregated.kept, mixes=mixes
-        )
+            complete = self._taken | after.shared
+            shared = {name: complete[name] for name in self._server.shared if name in complete}
+            if len(received) > 1 or method.aggregator or method.stepper:  # its weights are no client's
+                shared = fit_spectral_norms(self._plan, shared)
+            after = replace(after, shared=shared)
+        return after
 
 
-def receive(plan: Plan, updates: Sequence[tuple[str, Update]], sizes: ClientSizes) -> list[Received]:
+def receive(updates: Sequence[tuple[str, Update]], sizes: ClientSizes) -> list[Received]:
     """Return the contributions of ``updates``, which are sorted by client name."""
-    raw, kinds = sizes.weigh(updates), tuple(map(type, plan.method.rules))
+    raw = sizes.weigh(updates)
     total = sum(raw)
     return [
         Received(
             client=name, update=update, weight=weight / total, size=sizes.effective[name],
-            share=sizes.effective[name] / sizes.total, kinds=kinds,
+            share=sizes.effective[name] / sizes.total,
         )
         for (name, update), weight in zip(updates, raw, strict=True)
     ]  # fmt: skip
 
 
-def _check_declared(plan: Plan, result: Aggregated) -> Aggregated:
-    """Return ``result``; raise :class:`UsageError` if it keeps state or mixes uploads without declaring so."""
-    aggregate = plan.method.aggregate
-    for field, flag, value in (("kept", "keeps", result.kept), ("mixes", "mixes", result.mixes)):
-        if value and not getattr(aggregate, flag):
+def fold(plan: Plan, server: ServerState, received: Sequence[Received], mean: State | None) -> ServerState:
+    """Return the server's state after each rule's :meth:`Rule.fold`; ``mean``: of the uploads, if it is known.
+
+    Raises :class:`UsageError` if a rule keeps state or mixes uploads without declaring it.
+    """
+    memory, kept, mixes = [*server.memory], [*server.kept], None
+    entries = average(received) if mean is None and not plan.method.aggregator else mean
+    withheld = [replace(each, withheld=True) for each in received]
+    for index in plan.folds:
+        bound = plan.rules[index]
+        view = Server(
+            memory=memory[index], kept=kept[index], uploads=[each.update.memory[index] for each in received],
+            received=received if bound.entries or bound.rule.aggregates else withheld, before=server, network=plan,
+            rules=plan.rules, _entries=entries,
+        )  # fmt: skip
+        folded = bound.rule.fold(view)
+        _check_declared(plan, bound, folded)
+        memory[index], kept[index], entries = folded.memory, folded.kept, {**(entries or {}), **folded.entries}
+        mixes = _mix(plan, bound, received, folded.mixes) if folded.mixes else mixes
+    return ServerState(
+        round=server.round + 1, shared=entries or {}, memory=tuple(memory), kept=tuple(kept), mixes=mixes
+    )
+
+
+def _check_declared(plan: Plan, bound: Declared, folded: Folded) -> None:
+    for flag, names in (("keeps", folded.kept.keys() - bound.kept.keys()), ("mixes", folded.mixes.keys())):
+        if names and not getattr(bound.rule, flag):
             raise UsageError(
-                f"method {plan.method.label!r}: {plan.method.name_source(aggregate)} returns Aggregated({field}=...) "
-                f"without informing sites: declare {flag} = True in an Aggregation"
+                f"method {plan.method.label!r}: {bound.rule.source_method} {flag} {min(names)!r} without informing "
+                f"sites: declare {flag} = True in {type(bound.rule).__name__}"
             )
-    return result
 
 
-def fold_rules(plan: Plan, server: ServerState, received: Sequence[Received]) -> tuple[tuple[State, ...], State]:
-    """Return the rules' memories on the server, and the entries that they compute."""
-    memory, computed, withheld = [*server.memory], State(), [replace(each, withheld=True) for each in received]
-    for index in plan.defines("fold"):
-        uploads = [each.update.memory[index] for each in received]
-        visible = received if plan.rules[index].entries else withheld
-        context = Server(memory=memory[index], uploads=uploads, received=visible, network=plan, server=server)
-        folded = plan.rules[index].rule.fold(context)
-        memory[index] = folded.memory
-        computed |= folded.entries
-    return tuple(memory), computed
+def _mix(plan: Plan, bound: Declared, received: Sequence[Received], weights: Mapping[str, State]) -> Mixes:
+    """Return mixes of the entries that clients load, but for those that rules make; raise :class:`UsageError`."""
+    loaded = plan.loaded - plan.made - plan.whole
+    mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=weights)
+    mixes.check(f"method {plan.method.label!r}: {bound.rule.source_method}")
+    return mixes
 
 
 def server_round(

@@ -39,17 +39,16 @@ class ClientState:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ServerState:
-    """State of the server: ``shared`` entries and the rules' ``memory`` are broadcast, ``optimizer`` and ``kept`` stay.
+    """State of the server: ``shared`` entries and the rules' ``memory`` are broadcast, ``kept`` stays.
 
-    ``round``: number of rounds done. ``optimizer``: the server optimizer's state. ``kept``: the aggregation's state.
-    ``mixes``: mixes of uploads that :func:`broadcast` sends to some clients instead of ``shared``.
+    ``round``: number of rounds done. ``memory`` and ``kept``: one state per rule. ``mixes``: mixes of uploads that
+    :func:`broadcast` sends to some clients instead of ``shared``.
     """
 
     round: int
     shared: State
     memory: tuple[State, ...] = ()
-    optimizer: State = field(default_factory=dict)
-    kept: State = field(default_factory=dict)
+    kept: tuple[State, ...] = ()
     mixes: Mixes | None = None
 
 

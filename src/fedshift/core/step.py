@@ -46,7 +46,6 @@ def compute_objective(
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
     and the data loss is 0.
     """
-    plan.set_mode(training=True, frozen=job.frozen, first=job.done == job.start)
     rest = clone(job.rest)
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
@@ -58,7 +57,10 @@ def compute_objective(
         if job.separate_phase:
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
-            passed = compute_features(plan, model, batch.x, plan.feature_layers, in_place=in_place)
+            passed = compute_features(
+                plan, model, batch.x, plan.feature_layers, training=True, frozen=job.frozen,
+                first=job.done == job.start, in_place=in_place,
+            )  # fmt: skip
             rest |= {name: model[name] for name in rest if name in model}
             batch.passed = (batch.change_outputs(passed, state), passed[1]) if plan.defines("outputs") else passed
             total = loss = plan.loss(batch.passed[0], batch.y)

@@ -6,23 +6,30 @@ engine, and hence the same rounding.
 
 from __future__ import annotations
 
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from math import ceil, inf
+from statistics import median
+from typing import Any
 
 import torch
+import torch.nn.functional as F
+from torch.utils import flop_counter
 
 from ..core.kernel import init_client, init_server
+from ..core.network import forward
 from ..core.plan import Plan
 from ..data.augmentation import Augmentation
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
-from ..utils.state import nbytes, pick
+from ..utils.profiling import wait_for_device
+from ..utils.state import clone, nbytes, pick
 from ..utils.threads import limit_threads
 from ..utils.version import find_newest_source
-from .cost_model import count_operations, time_in_turns
 from .engine import Data, Diverged, Engine
 from .identity import Identity
 from .sequential import Sequential
@@ -32,11 +39,11 @@ from .stacked import Stacked
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
 LARGE = 1e10
-"""Operations of a step from which stacking gains nothing on a CPU."""
+"""Operations of a step from which stacking does not pay on a CPU."""
 FAST = 1e13
 """Operations per second of a GPU, roughly."""
-TIMED = 1e10
-"""Operations of a timed round, about; it has at least two steps, if the whole round has, on at least one client."""
+TIMED = 0.1
+"""Seconds of a timed round, about, if a CPU does ``LITTLE`` operations per second; lanes take at least two steps."""
 MANY = 256
 """Maximum number of clients in a timed round."""
 TURNS, SHORT = 5, 0.05
@@ -119,11 +126,27 @@ def time_rounds(
     return seconds
 
 
+def count_operations(plan: Plan, data: Data) -> int:
+    """Return the floating-point operations of training on one sample: three times the forward pass.
+
+    Matrix products and convolutions count two operations per multiply-add; the backward pass costs two forward passes,
+    one for the gradients of inputs and one for the gradients of weights.
+    """
+    split = next(iter(data.values()))
+    x = split.inputs(slice(0, 1), plan.dtype)
+    dispatch: Any = flop_counter._FlopCounterMode.__torch_dispatch__
+    with suppress(AttributeError):  # keeps the compiler out, whose import takes a second; not in all versions of torch
+        vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
+    counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
+    with flop_counter._FlopCounterMode(counter):
+        forward(plan, clone(plan.initial), x)
+    return 3 * int(counter.get_total_flops())
+
+
 def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> float:
     """Estimate the seconds that the rounds take without timing, from operations and a millisecond per step."""
     steps, batch = count_steps(plan, data)
-    speed = LITTLE if _is_on_cpu(data) else FAST
-    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / speed)
+    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / _find_speed(data))
 
 
 def count_steps(plan: Plan, data: Data) -> tuple[int, int]:
@@ -142,6 +165,10 @@ def _is_on_cpu(data: Data) -> bool:
     return next(iter(data.values())).y.device.type == "cpu"
 
 
+def _find_speed(data: Data) -> float:
+    return LITTLE if _is_on_cpu(data) else FAST
+
+
 def _count_step(plan: Plan, data: Data) -> int:
     """Return the operations of a step."""
     return count_operations(plan, data) * count_steps(plan, data)[1]
@@ -158,15 +185,15 @@ def _format_time(value: float) -> str:
 def _time_engines(
     plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, separate_uploads: bool
 ) -> dict[str, float]:
-    """Return the seconds of a client's step on each engine, in a round of about ``TIMED`` operations."""
+    """Return the seconds of a client's step on each engine, from rounds of about ``TIMED`` seconds."""
     timed: dict[str, type[Engine]] = {"sequential": Sequential}
     if _may_stack(plan, data) and Stacked.refusal(plan, data) is None:
         timed["stacked"] = Stacked
     if not separate_uploads and Identity.refusal(plan, data) is None:
         timed["identity"] = Identity
-    most = int(TIMED / max(1, _count_step(plan, data)))
-    names = list(data)[: max(1, min(clients, MANY, most // 2))]
-    short = _shorten(plan, data, max(2, most // len(names)))
+    most = int(TIMED * _find_speed(data) / max(1, _count_step(plan, data)))
+    names = list(data)[: max(1, min(clients, MANY, most // 2) if len(timed) > 1 else 1)]
+    short = _shorten(plan, data, max(min(2, len(timed)), most // len(names)))
     works, steps = dict[str, Callable[[], object]](), dict[str, int]()
     for threads, how in ((None, ""), (1, ALONE)) if torch.get_num_threads() > 1 else ((1, ""),):
         for name, kind in timed.items():
@@ -200,3 +227,46 @@ def _prepare_round(engine: Engine, names: Sequence[str], threads: int | None) ->
             deque(engine.train(server, clients), maxlen=0)
 
     return train, sum(len(steps) + passes * len(bounds) for bounds, steps in rounds)
+
+
+def time_in_turns(works: Mapping[str, Callable[[], object]], turns: int, seconds: float) -> dict[str, float]:
+    """Return the median seconds of a run of each work, over ``turns`` turns of at least ``seconds``.
+
+    Turns of different works alternate and have similar durations, so that other load on the machine slows all works
+    equally; the median of short runs would exclude interrupted ones.
+    """
+    runs: dict[str, int] = {}
+    timings: dict[str, list[float]] = {name: [] for name in works}
+    for name, work in works.items():
+        work()
+        runs[name] = max(1, ceil(seconds / _time(work)))  # from the second run
+    for _ in range(turns):
+        for name, work in works.items():
+            timings[name].append(_time(work, runs[name]))
+    return {name: median(each) for name, each in timings.items()}
+
+
+def _time(work: Callable[[], object], runs: int = 1) -> float:
+    """Return the mean seconds of ``runs`` runs of ``work``."""
+    began = time.perf_counter()
+    for _ in range(runs):
+        work()
+    wait_for_device()
+    return (time.perf_counter() - began) / runs
+
+
+@cache
+def measure_peak(threads: int) -> dict[str, float]:
+    """Measure float32 operations per second of a large matrix product and of a 3 x 3 convolution.
+
+    On the CPU, with ``threads`` threads: the rates that the libraries reach, not the processor's nominal peak.
+    """
+    left, right = torch.randn(2, 1024, 1024)
+    images, kernels = (
+        torch.randn(shape).contiguous(memory_format=torch.channels_last) for shape in ((32, 64, 28, 28), (64, 64, 3, 3))
+    )
+    works = {"product": lambda: left @ right, "convolution": lambda: F.conv2d(images, kernels, padding=1)}
+    with limit_threads(threads), torch.no_grad():
+        seconds = time_in_turns(works, 5, 0.0)
+    operations = {"product": 2 * 1024**3, "convolution": 2 * 32 * 28**2 * 64**2 * 9}
+    return {kind: operations[kind] / value for kind, value in seconds.items()}

@@ -8,24 +8,30 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..core.declarations import Phase
 from ..core.kernel import broadcast, client_init
 from ..core.means import SummedUploads
+from ..core.network import forward
 from ..core.plan import Plan
 from ..core.states import ClientState, Seen, ServerState, Update
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
+from ..nn.recognition import placed_hooks
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.profiling import timed_section
 from ..utils.random_streams import key_bits, stream
-from ..utils.state import State, move_together, pick
+from ..utils.state import State, clone, move_together, pick
 from .half_precision import Step, advise
 
 if TYPE_CHECKING:  # workers start faster without pandas
@@ -159,7 +165,7 @@ class Engine(ABC):
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
     def draw_batches(self, name: str, client: ClientState, phase: Phase | None = None) -> Batches:
-        """Return the client's batches in this round, or in a separate ``phase``, whose steps are numbered apart."""
+        """Return the client's batches in this round, or in a separate ``phase``, which counts its steps separately."""
         bounds, steps = self.steps_of_round(name, client)
         if phase:
             count = phase.epochs * len(bounds)
@@ -181,6 +187,28 @@ class Engine(ABC):
             return data.scale(stored, self.plan.dtype), y
         x = data.scale(stored, self.plan.dtype, lambda x: augment(x, stream(*key)))
         return x, augment_masks(augment, y, stream(*key)) if y.dim() > 2 else y
+
+    def iterate(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the inputs ``[B, ...]``, targets ``[B, ...]`` and key of each step."""
+        keys = self.step_keys(name, [step for step, _ in batches])
+        moved = move_batches(batches, keys.device)
+        ahead = self.data[name].threaded and len(batches) > 1
+        loaded = self._load_ahead(name, moved) if ahead else starmap(partial(self.load_batch, name), moved)
+        for key in keys.unbind():
+            with timed_section("data"):
+                x, y = next(loaded)
+            yield x, y, key
+
+    def _load_ahead(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs and targets of each batch, whose samples a thread reads while the batch before is used."""
+        data, calls = self.data[name], iter([(index, (self.seed, name, step)) for step, index in batches])
+        with ThreadPoolExecutor(1) as thread:
+            pending = thread.submit(data.read, *next(calls))
+            for batch in batches:
+                stored = pending.result()
+                if call := next(calls, None):
+                    pending = thread.submit(data.read, *call)
+                yield self.load_batch(name, *batch, stored)
 
     def see(self, name: str, batches: Batches) -> Seen | None:
         """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.
@@ -227,6 +255,19 @@ def find_exchange(plan: Plan) -> str | None:
         "replaces the model's tensors, which something else holds too, such as a closure, a list, a hook or a "
         f"checkpoint ({plan.traits.exchange})"
     )
+
+
+def measure_activations(plan: Plan, data: Data) -> int:
+    """Return the bytes of the layers' outputs for one sample, which training keeps until the backward pass."""
+    counted: list[int] = []
+
+    def count(_layer: nn.Module, _inputs: object, output: object) -> None:
+        counted.append(output.nbytes if isinstance(output, Tensor) else 0)
+
+    hooks = [layer.register_forward_hook(count) for layer in plan.layers if not any(layer.children())]
+    with placed_hooks(hooks):
+        forward(plan, clone(plan.initial), next(iter(data.values())).inputs(slice(0, 1), plan.dtype))
+    return sum(counted)
 
 
 def move_batches(batches: Batches, device: torch.device) -> Batches:

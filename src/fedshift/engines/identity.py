@@ -21,7 +21,9 @@ from ..core.network import compute_outputs, to_memory_format
 from ..core.optimizer import SGD
 from ..core.plan import Plan
 from ..core.probe import find_difference
-from ..core.states import ClientState, LocalTrainingState, ServerState, Update
+from ..core.rule import HOOKS
+from ..core.server_round import sums_suffice
+from ..core.states import ClientState, ServerState, Update
 from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
@@ -40,14 +42,15 @@ class Identity(Engine):
     @override
     @classmethod
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
-        method, work = plan.method, plan.work
+        work = plan.work
         if not work.is_one_step(map(len, data.values()), plan.smallest_batch):
             return f"needs exactly one step per client and round, not {work}"
         if not isinstance(plan.optimizer, SGD) or plan.optimizer.keep:
             return f"needs SGD that is reset each round, not {plan.optimizer}"
-        changes = method.rules or not method.aggregate.sums
-        if changes or plan.personal or plan.initial.keys() != plan.sent:
-            return f"needs a method that only averages complete models, which {method.label} does not"
+        acts = any(plan.defines(hook) for hook in HOOKS if hook != "fold") or any(plan.own_trained)
+        averages = sums_suffice(plan) and plan.clients_differ_only_in_entries and not acts
+        if not averages or plan.personal or plan.initial.keys() != plan.sent:
+            return f"needs a method that only averages complete models, which {plan.method.label} does not"
         return find_exchange(plan) or plan.verdict("identity", lambda: _try_union(plan, data))
 
     @override
@@ -58,15 +61,8 @@ class Identity(Engine):
             together, y = self._load(batches)
         labeled = zip(clients, y, strict=True)
         raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in labeled]
-        weights = torch.tensor(raw, dtype=torch.float64) / sum(raw)
-        job = client_init(plan, next(iter(clients.values())), server, planned_steps=1)
-        job = replace(job, rest=clone(job.rest))
-        with timed_section("forward and backward"):
-            losses, grads = _differentiate(plan, job, together, y, weights)
-        with timed_section("update"):
-            job = update_(plan, job, grads, job.rest, len(together))
-        shared = {name: ({**job.params, **job.rest})[name] for name in plan.initial}
-        per_client = losses.detach().double().cpu()
+        shared, losses = _take_step(plan, server, together, y, torch.tensor(raw, dtype=torch.float64) / sum(raw))
+        per_client = losses.double().cpu()
         if broken := find_broken(per_client, pick(shared, shared.keys() - plan.whole)):
             sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
             for name, client in clients.items():
@@ -80,8 +76,8 @@ class Identity(Engine):
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):
-            update = Update(shared=shared, weight=float(size), steps=1)
-            after = ClientState(personal={}, steps=client.steps + 1)
+            update = Update(shared=shared, memory=({},) * len(plan.rules), weight=float(size), steps=1)
+            after = replace(client, steps=client.steps + 1)
             yield name, ClientResult(client=after, update=update, loss_sum=loss_sum, summed=summed)
 
     def _load(self, batches: Mapping[str, tuple[int, Tensor]]) -> tuple[Tensor, list[Tensor]]:
@@ -105,16 +101,17 @@ def _client_losses(plan: Plan, logits: Tensor, y: list[Tensor]) -> Tensor:
     return torch.stack([plan.loss(*each) for each in zip(torch.split(logits, sizes), y, strict=True)])
 
 
-def _differentiate(
-    plan: Plan, job: LocalTrainingState, x: Tensor, y: list[Tensor], weights: Tensor
-) -> tuple[Tensor, State]:
-    """Return each client's loss on its samples of ``x [B, ...]``, and the gradients of the losses' weighted sum."""
-    plan.set_mode(training=True)
-    leaves = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}
-    outputs = compute_outputs(plan, {**leaves, **job.rest}, to_memory_format(x, plan.image_format))
-    losses = _client_losses(plan, outputs, y)
-    gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
-    return losses, {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
+def _take_step(plan: Plan, server: ServerState, x: Tensor, y: list[Tensor], weights: Tensor) -> tuple[State, Tensor]:
+    """Return the model after a step along the mean, by ``weights``, of clients' losses on ``x [B, ...]``, and these."""
+    job = client_init(plan, init_client(plan), server, planned_steps=1)
+    with timed_section("forward and backward"):
+        leaves, rest = {name: tensor.detach().requires_grad_() for name, tensor in job.params.items()}, clone(job.rest)
+        outputs = compute_outputs(plan, {**leaves, **rest}, to_memory_format(x, plan.image_format), training=True)
+        losses = _client_losses(plan, outputs, y)
+        gradients = torch.autograd.grad(losses @ weights.to(losses), tuple(leaves.values()), allow_unused=True)
+    grads = {name: grad.to_dense() for name, grad in zip(leaves, gradients, strict=True) if grad is not None}
+    with timed_section("update"):
+        return pick(update_(plan, job, grads, rest, len(x)).state, plan.initial), losses.detach()
 
 
 def _try_union(plan: Plan, data: Data) -> str | None:
@@ -128,14 +125,12 @@ def _try_union(plan: Plan, data: Data) -> str | None:
     size = 2 if isinstance(plan.loss, Loss) and plan.loss.comparing else plan.smallest_batch
     clients, server = list(zip(torch.split(x, size), torch.split(y, size), strict=True)), init_server(plan)
     key, weights = torch.zeros((), dtype=torch.int64, device=y.device), torch.full((TRIED // size,), size / TRIED)
-    job, *jobs = (client_init(plan, init_client(plan), server, planned_steps=1) for _ in (0, *clients))
-    before, job = clone(job.state), replace(job, rest=clone(job.rest))
+    jobs = [client_init(plan, init_client(plan), server, planned_steps=1) for _ in clients]
     why = f"needs a model that processes samples independently, but this one does not (trained by {plan.method.label})"
     try:
-        states = [client_step_(plan, own, *batch, key)[0].state for own, batch in zip(jobs, clients, strict=True)]
-        _, grads = _differentiate(plan, job, x.clone(), [labels for _, labels in clients], weights)
+        states = [client_step_(plan, job, *batch, key)[0].state for job, batch in zip(jobs, clients, strict=True)]
+        together, _ = _take_step(plan, server, x.clone(), [labels for _, labels in clients], weights)
     except (ValueError, RuntimeError):
         return why
-    found = update_(plan, job, grads, job.rest, 1).state
-    mean = {name: torch.stack([state[name].double() for state in states]).mean(0) for name in found}
-    return why if find_difference(plan, before, found, mean) else None
+    mean = {name: torch.stack([state[name].double() for state in states]).mean(0) for name in together}
+    return why if find_difference(plan, plan.initial, together, mean) else None

@@ -31,7 +31,7 @@ from ..utils.execution.workers import Workers
 from ..utils.processors import available_memory
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
-from ..utils.state import clone
+from ..utils.state import pick
 from ..utils.threads import limit_threads
 from .engine import ClientResult, Data, Engine
 from .sequential import Sequential
@@ -52,14 +52,14 @@ def _try_copy(plan: Plan, data: Data) -> str | None:
     x, y = split.inputs(index, plan.dtype), split.targets(index)
     tensors, packed = pickle_without_tensors(plan)
     copy = unpickle_with_tensors(packed, lambda number, *_: tensors[number].clone())
-    before, states = clone(plan.initial), []
+    states = []
     for tried in (copy, plan):
         job = client_init(tried, init_client(tried), init_server(tried), planned_steps=2)
         with torch_stream(0, "spread"):
             for _ in range(2):
                 job, _loss = client_step_(tried, job, x.clone(), y, key)
-        states.append({name: job.state[name] for name in before})
-    if wrong := find_difference(plan, before, *states):
+        states.append(pick(job.state, plan.initial))
+    if wrong := find_difference(plan, plan.initial, *states):
         return f"trains {wrong!r} of this model otherwise: its copy in another process lacks a hook or something else"
     return None
 

@@ -47,8 +47,7 @@ from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
-from .cost_model import measure_activations
-from .engine import Batches, ClientResult, Data, Engine, find_exchange, move_batches
+from .engine import Batches, ClientResult, Data, Engine, find_exchange, measure_activations, move_batches
 from .sequential import Sequential
 from .stepper import Deferred, Stack, Stepper, replace_parts
 

@@ -79,13 +79,12 @@ def list_disclosures(plan: Plan) -> tuple[Disclosure, ...]:
 
 
 def _list_entries(plan: Plan) -> Iterator[Disclosure]:
-    passed_on = plan.method.aggregate.passes_on
-    made = frozenset().union(*(bound.sets for bound in plan.rules))
+    passed_on = bool(plan.method.aggregator and plan.method.aggregator.passes_on)
     for entry in plan.entries:
         if entry.name in plan.sent:
-            alone = (passed_on or entry.kind == "state") and entry.name not in made
+            alone = (passed_on or entry.kind == "state") and entry.name not in plan.made
             loaded = "each" if alone else "all"
-            send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, made))[entry.name]
+            send = Send.like(pick(plan.initial, {entry.name}), _find_grain(entry, plan.made))[entry.name]
             yield _describe(entry.name, MODEL, send, loaded if entry.name in plan.downloaded else "server")
 
 
@@ -96,8 +95,8 @@ def _find_grain(entry: Entry, made: frozenset[str]) -> Reveals:
 
 
 def _list_sends(plan: Plan) -> Iterator[Disclosure]:
-    for index, (bound, prefix) in enumerate(zip(plan.rules, plan.rule_names, strict=True)):
-        used = index in plan.defines("fold")  # the server computes its broadcast from uploads
+    for bound, prefix in zip(plan.rules, plan.rule_names, strict=True):
+        used = bound.server or bound.sets  # what the server broadcasts of a rule, it computes from uploads
         for name, send in bound.sends.items():
             receivers = "each" if send.passed_on else "all" if used else "server"
             yield _describe(f"{prefix}/{name}", bound.rule.source_method, send, receivers)
@@ -113,9 +112,8 @@ def _describe(name: str, source: str, send: Send, receivers: str) -> Disclosure:
 def describe_kept(plan: Plan) -> str:
     """Return what the server keeps of single clients from round to round, in words."""
     kept = ["the uploads of the last round, one by one"] if plan.mixes else []
-    aggregate = plan.method.aggregate
-    if aggregate.keeps:
-        kept.append(f"what {plan.method.name_source(aggregate)} remembers of each client that took part")
+    keeping = [bound.rule.source_method for bound in plan.rules if bound.rule.keeps]
+    kept += [f"what {source} remembers of each client that took part" for source in keeping]
     return "; ".join(kept) or "nothing of single clients"
 
 

@@ -13,14 +13,16 @@ from functools import cache, partial, wraps
 from typing import Annotated, Any, Literal, get_args, get_type_hints
 
 from pydantic import Field, TypeAdapter, ValidationError
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..config.catalog import Catalog
 from ..config.expressions import list_catalog, split_expressions
 from ..core.plan import Plan
-from ..core.selection import Select, norm_statistics, normalizes_as_torch, nothing
+from ..core.selection import Select, norm_statistics, nothing
 from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples
+from ..nn.recognition import find_parts
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.state import State, pick
@@ -56,7 +58,9 @@ def require_statistics(plan: Plan, _: Task) -> str:
 def require_torch_statistics(plan: Plan, _: Task) -> str:
     """All layers with BatchNorm statistics use them as torch's BatchNorm does."""
     for entry in plan.entries:
-        if norm_statistics(entry) and entry.kind == "variance" and not normalizes_as_torch(entry.owner):
+        if not norm_statistics(entry) or entry.kind != "variance":
+            continue
+        if not isinstance(entry.owner, _BatchNorm) or find_parts(entry.owner) is None:
             name, kind = entry.name.rpartition(".")[0], type(entry.owner).__name__
             return f"layer {name!r} is a {kind}, which may use its statistics otherwise than torch's BatchNorm"
     return ""

@@ -107,7 +107,7 @@ class PolicyContext:
 
 def hides_clients(plan: Plan) -> bool:
     """Return whether the aggregation of ``plan`` hides each client in noise (``analysis.privacy.Mechanism``)."""
-    return bool(getattr(plan.method.aggregate, "noise_multiplier", 0))
+    return bool(getattr(plan.method.aggregator, "noise_multiplier", 0))
 
 
 def make_personal_state(

@@ -11,7 +11,7 @@ import torch
 from ..core.method import Method
 from ..core.optimizer import Optimizer, TorchOptimizer
 from ..core.plan import Plan
-from ..core.schedule import FunctionSchedule, Schedule, TorchSchedule
+from ..core.schedule import CustomSchedule, Schedule
 from ..core.work import Work
 from ..data.federation import Federation
 from ..data.preparation import Normalization
@@ -104,11 +104,8 @@ def describe_weighting(method: Method) -> str:
     if method.pooled:
         return "none, since all data are in one place"
     said = {"samples": "its training samples", "used": "the samples that it used in the round", "uniform": "1"}
-    aggregate = method.aggregate
-    if aggregate.sums:
-        return said[method.weighting]
-    name = repr(aggregate).partition("(")[0]
-    return f"{said[method.weighting]}, where {name} weighs clients"
+    aggregator = method.aggregator
+    return said[method.weighting] + (f", where {type(aggregator).__name__} weighs clients" if aggregator else "")
 
 
 def describe_rounds(settings: Settings) -> str:
@@ -120,7 +117,7 @@ def describe_rounds(settings: Settings) -> str:
 
 
 def _describe_fields(value: Any) -> str:
-    if isinstance(value, FunctionSchedule | TorchSchedule):
+    if isinstance(value, CustomSchedule):
         return str(value)
     pairs = (f"{field.name} {getattr(value, field.name)}" for field in fields(value))
     return f"{type(value).__name__.lower()} ({', '.join(pairs)})"

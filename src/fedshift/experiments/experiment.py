@@ -93,7 +93,7 @@ class Experiment:
         object.__setattr__(self, "settings", self.settings.for_task(self.data.task))
         if self.make_engine is None:
             check_counts(self.data)
-        private = [each.label for each in self.methods if find_mechanism((each.aggregate, *each.rules))]
+        private = [m.label for m in self.methods if any(find_mechanism(m.rules, clients=of) for of in (True, False))]
         if private and self.settings.loss and self.settings.loss.uses_counts:
             raise UsageError(
                 f"method {private[0]!r}: {self.settings.loss.weights} weights come from all clients' label counts, "

@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from ..engines.auto import EngineChoice, count_steps, estimate_seconds
-from ..engines.cost_model import measure_activations
+from ..engines.engine import measure_activations
 from ..engines.stacked import count_lanes
 from ..results.trial_records import CHECKPOINT, load_facts
 from ..utils.processors import available_memory, available_processors

@@ -25,7 +25,7 @@ def refuse_uncovered(plan: Plan, settings: Settings, data: Federation) -> None:
 
     ``data``: the clients that train.
     """
-    mechanism, name = find_mechanism(plan.method.rules), plan.method.label
+    mechanism, name = find_mechanism(plan.method.rules, clients=False), plan.method.label
     if not (mechanism and mechanism.noise_multiplier):
         return
     for client in data.clients:
@@ -57,7 +57,7 @@ def list_uncovered(plan: Plan, settings: Settings, data: Federation, trials: int
 
 def _iterate_uncovered(plan: Plan, settings: Settings, data: Federation, trials: int) -> Iterator[str]:
     yield "measured losses and metrics"
-    of_clients = find_mechanism((plan.method.aggregate,)) is not None
+    of_clients = find_mechanism(plan.method.rules, clients=True) is not None
     if of_clients and (plan.personal or any(bound.names for bound in plan.rules) or plan.personalizes):
         yield "what clients keep and the models that they use"
     elif plan.method.finetune:

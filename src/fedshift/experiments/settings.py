@@ -16,7 +16,7 @@ from ..config.expressions import split_expressions
 from ..config.given_settings import check_settings
 from ..config.spec import AUTO, Spec, TrialSpec
 from ..core.checks import check_task
-from ..core.loss import LOSSES, CrossEntropy, CustomLoss, Loss
+from ..core.loss import LOSS_TASKS, LOSSES, Loss
 from ..core.method import Method
 from ..core.optimizer import SGD, Optimizer
 from ..core.plan import Plan
@@ -133,11 +133,9 @@ class Settings(TrialSpec):
             )
         loss = LOSSES.parse(task.loss) if self.loss is None else self.loss
         kinds = {getattr(kind, "name", "") for kind in type(task).__mro__}  # a user's task may subclass another
-        if not isinstance(loss, CustomLoss) and not kinds.intersection(loss.tasks):
-            fitting = [name for name, kind in LOSSES.entries.items() if kinds.intersection(getattr(kind, "tasks", ()))]
+        if loss.tasks and not kinds.intersection(loss.tasks):
+            fitting = [known.__name__ for known, tasks in LOSS_TASKS.items() if kinds.intersection(tasks)]
             raise UsageError(f"loss {loss} is not for {task}, the data's task: use {' or '.join(fitting)}")
-        if isinstance(loss, CustomLoss):
-            loss = replace(loss, tried=isinstance(task, Classification))
         return replace(self, metric=metric, loss=loss)
 
     def request_metrics(self, data: F) -> F:
@@ -297,7 +295,9 @@ def make_plan(
 
     network, differences = start_network(model, settings, seed, tuple(sample.shape[1:]), classes)
     network, given = network.to(sample.device), settings.weights
-    loss = (settings.loss or CrossEntropy()).to(sample.device).resolve(labels.to(sample.device))
+    loss = LOSSES.parse(settings.loss or task.loss).resolve(labels).to(sample.device)
+    if not loss.tasks and isinstance(task, Classification):
+        loss.try_out(len(labels), sample.device)
     with torch_stream(seed, "surgery"):
         plan = prepare(
             method,

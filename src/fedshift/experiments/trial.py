@@ -33,8 +33,7 @@ from ..data.copies import number_samples
 from ..data.federation import ClientData, Federation, count_labels, pool_training_data
 from ..data.samples import Samples
 from ..engines import find_engine
-from ..engines.auto import EngineChoice, choose_engine
-from ..engines.cost_model import count_operations
+from ..engines.auto import EngineChoice, choose_engine, count_operations
 from ..engines.engine import ClientResult, Engine, EngineFactory
 from ..engines.frozen import FITTING, Inputs
 from ..engines.spread import Pool
@@ -58,7 +57,7 @@ from .client_store import MEMORY, ClientStore, remove_unused_segments
 from .private_training import refuse_uncovered
 from .settings import Settings, check_sizes, make_plan, start_network
 
-SERVER_PARTS = ("shared", "memory", "optimizer", "kept", "mixes")
+SERVER_PARTS = ("shared", "memory", "kept", "mixes")
 Models = tuple[ServerState, Callable[[ClientData], State | None]]
 """The server, and a function that returns the model that a client would use, None if it has none."""
 BEGUN = "as the run was begun"
@@ -143,7 +142,7 @@ class Trial:
         refuse_uncovered(self.plan, settings, training)
         self._architecture = architecture(self.plan.module)  # now, before a layer that counts its calls is called
         check_sizes(self.plan, {client.name: len(client.train) for client in trained_on.clients})
-        check_client_count(method.aggregate, len(settings.draw_participants(seed, 1, trained_on.names)))
+        check_client_count(method, len(settings.draw_participants(seed, 1, trained_on.names)))
         if self.plan.personalizes:
             known = {client.name: client.train for client in data.clients if len(client.train)}
             check_policy(self.plan, settings.unseen, known, data.task)
@@ -550,8 +549,8 @@ class Trial:
     def _server_tensors(self) -> State:
         server = self.server
         mixes = server.mixes.flatten() if server.mixes else {}
-        memory = join_states(self.plan.rule_names, server.memory)
-        parts = server.shared, memory, server.optimizer, server.kept, mixes
+        memory, kept = (join_states(self.plan.rule_names, states) for states in (server.memory, server.kept))
+        parts = server.shared, memory, kept, mixes
         return add_prefix("server", join_states(SERVER_PARTS, parts))
 
     def check_compatible(self, facts: Mapping[str, Any], seed: int) -> None:
@@ -578,12 +577,11 @@ class Trial:
             self._engine.restore(facts)
         device = torch.device(self.settings.device)
         server = {name: tensor.to(device) for name, tensor in entries_under("server", tensors).items()}
-        shared, memory, optimizer, kept, mixes = split_state(SERVER_PARTS, server)
+        shared, memory, kept, mixes = split_state(SERVER_PARTS, server)
         self.server = ServerState(
             round=facts["round"],
             shared=shared,
             memory=split_state(self.plan.rule_names, memory),
-            optimizer=optimizer,
-            kept=kept,
+            kept=split_state(self.plan.rule_names, kept),
             mixes=Mixes.unflatten(mixes),
         )

@@ -41,13 +41,13 @@ def list_notices_before(experiment: Experiment, trial: Trial) -> Iterator[str]:
     yield from describe_buffers(plan)
     for bound in plan.rules:
         yield from bound.notices
-    if mechanism := find_mechanism(trial.plan.method.rules):
+    if mechanism := find_mechanism(trial.plan.method.rules, clients=False):
         sizes = {name: len(split) for name, split in trial.train.items()}
         yield from (f"{trial.plan.method.label}: {text}" for text in describe_delta(mechanism, sizes))
     elsewhere = any(rule.personalizes == "start" and not rule.buffers_alone for rule in plan.method.rules)
     if not elsewhere and plan.work.is_one_step(map(len, trial.train.values()), plan.smallest_batch):
-        needs = [*(rule.needs_several_steps for rule in plan.method.rules), plan.method.aggregate.needs_several_steps]
-        yield from (f"{plan.method.label}: {why}; a round is one step here" for why in filter(None, needs))
+        needs = filter(None, (rule.needs_several_steps for rule in plan.method.rules))
+        yield from (f"{plan.method.label}: {why}; a round is one step here" for why in needs)
     if plan.autocast is torch.float16 and experiment.make_engine is None:
         yield from _list_underflows(trial)
     merged = trial.find_merged_batches()
@@ -125,11 +125,11 @@ def list_notices_after(experiment: Experiment, trial: Trial, stopped: str) -> It
         )
         yield f"{method.label}, seed {trial.seed}: clients that never took part {fate}: {which}"
     uncovered = list_uncovered(trial.plan, settings, trial.data, len(experiment.methods) * len(experiment.seeds))
-    if mechanism := find_mechanism((method.aggregate,)):
+    if mechanism := find_mechanism(method.rules, clients=True):
         drawn = trial.participants
         share = 1.0 if isinstance(settings.participation, str) else drawn / len(trial.clients)  # turns are known
         yield f"{method.label}: {describe_guarantee(mechanism, share, trial.server.round, uncovered)}"
-    if mechanism := find_mechanism(method.rules):
+    if mechanism := find_mechanism(method.rules, clients=False):
         yield f"{method.label}: {describe_sample_guarantee(mechanism, trial.count_uses(), uncovered)}"
 
 

@@ -125,7 +125,8 @@ def make_model(
     :class:`~fedshift.export.model_card.ModelFacts`.
     """
     schema, method = data.describe_client(owner), plan.method
-    if schema.preparation.usual is None and tests and not find_mechanism((*method.rules, method.aggregate)):
+    hidden = any(find_mechanism(method.rules, clients=clients) for clients in (True, False))
+    if schema.preparation.usual is None and tests and not hidden:
         trained = replace(data, clients=(owner,)) if facts["client"] else data
         usual = measure_training(trained, settings.newcomers if len(trained.clients) > 1 else ())
         schema = replace(schema, preparation=replace(schema.preparation, measured=usual))

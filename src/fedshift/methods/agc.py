@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, modifier
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
+from ..core.rule import Declared, Network, Rule, Step
 from ..core.selection import last_layers
 from ..utils.errors import require
 from ..utils.state import State

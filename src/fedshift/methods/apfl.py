@@ -11,8 +11,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Owned, Rule, Step
+from ..core.rule import Client, Declared, Network, Owned, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
 

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step
+from ..core.rule import Client, Declared, Network, Phase, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
 

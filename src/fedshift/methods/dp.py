@@ -15,20 +15,17 @@ from math import inf
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received
 from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.states import ServerState
+from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
 from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import State, clone, move_together, pick
 
 
 @dataclass(frozen=True)
-class PrivateMean(Aggregation):
+class PrivateMean(Rule):
     """The mean of changes clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
     ``delta``: the delta for which epsilon is accounted. ``secret``: whether the operating system draws the noise, and
@@ -39,6 +36,7 @@ class PrivateMean(Aggregation):
     noise_multiplier: float
     delta: float
     secret: bool
+    aggregates = True
     needs_entries_only = "dp clips, which noise does not hide"
     passes_on = False
 
@@ -54,18 +52,18 @@ class PrivateMean(Aggregation):
                 "noise_multiplier=0"
             )
 
-    @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        before, fixed = server.shared, plan.entries_fixed_in(server.round)
+    def fold(self, server: Server) -> Folded:
+        network, received = server.network, server.received
+        before, fixed = pick(server.before.shared, received[0].entries), network.entries_fixed_in(server.before.round)
         names = sorted(name for name, tensor in before.items() if tensor.is_floating_point() and name not in fixed)
-        variances = {entry.name for entry in plan.entries if entry.kind == "variance"}
+        variances = {entry.name for entry in network.entries if entry.kind == "variance"}
         mean = StreamingMean()
         for each in received:
             change = {name: each.entries[name].double() - before[name].double() for name in names}
             mean.add(_clip_change(change, self.clipping_norm), 1.0)
         after_round = clone(before)
         scale = self.noise_multiplier * self.clipping_norm / len(received) if self.noise_multiplier else 0.0
-        noise = self._draw_noise(plan, server, names) if scale else {}
+        noise = self._draw_noise(server, before, names) if scale else {}
         for name, moved in mean.result().items():
             after = before[name].double() + moved
             if scale:
@@ -73,21 +71,20 @@ class PrivateMean(Aggregation):
             if name in variances:
                 after = torch.where(after < 0, before[name].double(), after)
             after_round[name] = cast_to(after, before[name].dtype)
-        return Aggregated(entries=after_round)
+        return Folded(entries=after_round)
 
-    def _draw_noise(self, plan: Plan, server: ServerState, names: Sequence[str]) -> State:
+    def _draw_noise(self, server: Server, before: State, names: Sequence[str]) -> State:
         """Return standard normal draws for the entries ``names``, float64."""
 
         def draw(name: str) -> Tensor:
-            count = server.shared[name].numel()
+            count = before[name].numel()
             if self.secret:
                 return draw_secret_normal(count)
-            draws = stream(plan.seed, "dp", plan.method.text, server.round, name)
+            draws = stream(server.network.seed, "dp", server.network.text, server.before.round, name)
             return torch.from_numpy(draws.standard_normal(count))
 
-        entries = pick(server.shared, names)
-        moved = move_together(list(map(draw, names)), next(iter(entries.values())).device)
-        return {name: each.reshape(entries[name].shape) for name, each in zip(names, moved, strict=True)}
+        moved = move_together(list(map(draw, names)), next(iter(before.values())).device)
+        return {name: each.reshape(before[name].shape) for name, each in zip(names, moved, strict=True)}
 
 
 def _clip_change(change: State, clip: float) -> State:
@@ -104,7 +101,6 @@ def dp(
     """Clip the changes that clients of ``base`` send, and add noise to their mean.
 
     Args:
-        base: The base method; None: FedAvg.
         clipping_norm: Maximum norm of a client's change.
         noise_multiplier: Standard deviation of the noise on the sum of changes, relative to ``clipping_norm``.
         delta: The delta for which epsilon is printed.
@@ -112,5 +108,5 @@ def dp(
             case; otherwise anyone with the run directory can subtract the noise.
 
     """
-    private = base.with_aggregation(PrivateMean(clipping_norm, noise_multiplier, delta, secret))
+    private = base.with_rule(PrivateMean(clipping_norm, noise_multiplier, delta, secret))
     return private.with_weighting("uniform")

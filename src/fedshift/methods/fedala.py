@@ -12,12 +12,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step, View
+from ..core.rule import Client, Declared, Network, Phase, Rule, Step, View
 from ..core.selection import parse_selection
 from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
@@ -33,7 +30,6 @@ class LocalAggregation(Rule):
     personalizes = "start"
     needs_shared = "FedALA learns weights for adopting the shared model"
 
-    @override
     def bind(self, network: Network) -> Declared:
         names = parse_selection(self.layers).names(network.entries)
         if not names & network.loaded:
@@ -46,16 +42,13 @@ class LocalAggregation(Rule):
         limits = dict.fromkeys(ones, (0.0, 1.0))
         return Declared(self, params=ones, limits=limits, memory=memory, phases=(before,))
 
-    @override
     def personalize(self, state: State, client: Client) -> State:
         return state | self._mix(client)
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         fixed = {name: tensor.detach() for name, tensor in step.params.items()}
         return loss + step.loss_at(fixed | self._mix(step))
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         last = pick(client.params, client.own.params)
         return {"begun": torch.ones_like(client.memory["begun"])} | add_prefix("last", last), {}
@@ -76,7 +69,6 @@ def fedala(base: Method, *, layers: int | str = 1, rate: float = 10.0, epochs: i
     """Learn weights for adopting the shared model's top layers in ``base``.
 
     Args:
-        base: The base method; None: FedAvg.
         layers: The top layers: number of last layers, or a pattern such as ``"head.*"``.
         rate: Learning rate of the weights relative to the model's.
         epochs: Number of epochs that train the weights at the start of a round.

@@ -16,13 +16,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
-from ..core.network import Network
+from ..core.rule import Folded, Network, Rule, Server
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
-from ..core.states import ServerState
 from ..utils.errors import require
 from ..utils.state import State, group_entries, join_states, pick
 
@@ -33,22 +30,21 @@ SMALLEST = 1e-14
 
 
 @dataclass(frozen=True)
-class StatisticsMix(Aggregation):
+class StatisticsMix(Rule):
     """Mixes uploads by the distances of BatchNorm's statistics; keeps each client's last statistics."""
 
     self_weight: float
+    aggregates = True
     weighs = False
     keeps = True
     mixes = True
 
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        layers = _find_layers(network)
-        entries = frozenset(name for layer in layers for name in layer)
-        present = [each.client for each in received]
-        kept = server.kept | join_states(present, (pick(each.entries, entries) for each in received))
+    def fold(self, server: Server) -> Folded:
+        layers, present = _find_layers(server.network), [each.client for each in server.received]
+        names = frozenset(name for layer in layers for name in layer)
+        kept = server.kept | join_states(present, (pick(each.entries, names) for each in server.received))
         mixes = self._weigh(group_entries(kept), layers, present)
-        return Aggregated(entries=average(received), kept=kept, mixes=mixes)  # loaded before a client's first mix
+        return Folded(entries=server.entries, kept=kept, mixes=mixes)  # entries are loaded before a client's first mix
 
     def _weigh(self, known: Statistics, layers: Sequence[tuple[str, str]], others: Sequence[str]) -> dict[str, State]:
         """Return the weights of the uploads of ``others`` for every client that has taken part."""
@@ -85,12 +81,9 @@ def _measure(known: Statistics, layer: tuple[str, str], clients: Sequence[str], 
 def fedap(base: Method, *, self_weight: float = 0.5) -> Method:
     """Keep BatchNorm on the clients of ``base``, and send each client a mix of the other layers.
 
-    Args:
-        base: The base method; None: FedAvg.
-        self_weight: Weight of a client's own upload in its mix, in [0, 1].
-
+    ``self_weight``: weight of a client's own upload in its mix, in [0, 1].
     """
     require(0 <= self_weight <= 1, f"self_weight={self_weight:g}: give a number in [0, 1]")
     affine = SELECTIONS["batch_norm_affine"]
     scope = replace(base.scope, load=base.scope.load & ~batch_norm, send=base.scope.send & ~affine)
-    return replace(base.with_aggregation(StatisticsMix(float(self_weight))), scope=scope)
+    return replace(base.with_rule(StatisticsMix(self_weight)), scope=scope)

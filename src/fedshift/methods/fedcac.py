@@ -14,18 +14,14 @@ loads the mean if no client of the round overlaps enough. Weights that did not m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Self
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..core.rule import Folded, Rule, Server
+from ..utils.errors import require
 from ..utils.state import State, add_prefix, group_entries
 
 ROUNDING = 64
@@ -33,36 +29,32 @@ ROUNDING = 64
 
 
 @dataclass(frozen=True)
-class CriticalMix(Aggregation):
+class CriticalMix(Rule):
     """Mixes of critical weights, a fraction ``tau``, over ``beta`` rounds; it keeps which were critical last."""
 
     tau: float
     beta: int
-    names: tuple[str, ...] = field(default=(), repr=False)
-    """The parameters that are mixed."""
+    aggregates = True
     needs_shared = "FedCAC compares changes of shared weights"
     keeps = True
     mixes = True
 
-    @override
-    def bind(self, network: Network) -> Self:
-        return replace(self, names=tuple(sorted(network.trained & network.loaded & network.sent)))
-
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        kept, present = dict(server.kept), [each.client for each in received]
+    def fold(self, server: Server) -> Folded:
+        kept, received, mixed = dict(server.kept), server.received, server.before.mixes
         for each in received:
-            loaded = server.shared | (server.mixes.mix(each.client) if server.mixes else {})
-            critical = {name: self._select(loaded[name], each.entries[name]) for name in self.names}
+            loaded = server.before.shared | (mixed.mix(each.client) if mixed else {})
+            names = sorted(server.network.trained & server.network.loaded)
+            critical = {name: self._select(loaded[name], each.entries[name]) for name in names}
             kept |= add_prefix(each.client, critical)
+        present = [each.client for each in received]
         masks = dict(sorted(group_entries(kept).items()))
         weights_N = torch.tensor([each.weight for each in received], dtype=torch.float64)
         mixes = {}
-        for client, partners in self._choose(masks, present, server.round + 1).items():
+        for client, partners in self._choose(masks, present, server.before.round + 1).items():
             chosen_N = torch.tensor([other in partners for other in present], dtype=torch.float64)
             if partners:
                 mixes[client] = _weigh(masks[client], weights_N, chosen_N / len(partners))
-        return Aggregated(entries=average(received), kept=kept, mixes=mixes)
+        return Folded(entries=server.entries, kept=kept, mixes=mixes)
 
     def _select(self, before: Tensor, after: Tensor) -> Tensor:
         """Return which weights of a tensor are critical, bool in its shape."""
@@ -104,12 +96,9 @@ def _weigh(masks: State, mean_N: Tensor, chosen_N: Tensor) -> State:
 def fedcac(base: Method, *, tau: float = 0.5, beta: int = 100) -> Method:
     """Send each client of ``base`` a mix in which its critical weights are shared with few clients.
 
-    Args:
-        base: FedAvg unless given.
-        tau: Fraction of critical weights in each tensor, in (0, 1].
-        beta: Rounds after which a client shares its critical weights with nobody.
-
+    ``tau``: fraction of critical weights in each tensor, in (0, 1]. ``beta``: rounds after which a client shares its
+    critical weights with nobody.
     """
-    if not 0 < tau <= 1 or beta < 1:
-        raise UsageError(f"tau={tau:g} and beta={beta}: give a fraction in (0, 1], and rounds of 1 or more")
-    return base.with_aggregation(CriticalMix(float(tau), beta))
+    allowed = 0 < tau <= 1 and beta >= 1
+    require(allowed, f"tau={tau:g} and beta={beta}: give a fraction in (0, 1], and rounds of 1 or more")
+    return base.with_rule(CriticalMix(tau, beta))

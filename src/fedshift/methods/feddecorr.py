@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
+from ..core.rule import Declared, Network, Rule, Step
 from ..utils.errors import require
 
 

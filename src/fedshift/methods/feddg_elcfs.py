@@ -21,11 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..nn.amplitude_norm import (
     AmplitudeNorm,
     amplitudes,
@@ -185,7 +183,6 @@ def feddg_elcfs(
     """Train ``base`` also on images in other clients' styles, with a contrastive loss along the contours of masks.
 
     Args:
-        base: The base method; None: FedAvg.
         beta: Step size of the inner step.
         boundary: Strength of the contrastive loss on contours, if targets are masks; 0: none.
         tau: Temperature of the contrastive loss.

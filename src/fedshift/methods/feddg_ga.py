@@ -9,38 +9,35 @@ batches of the next round, in training mode, so that clients send only one numbe
 gap of a client in its first round is zero.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received
-from ..core.declarations import Send
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step
-from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..utils.errors import require
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
 @dataclass(frozen=True)
 class GeneralizationGap(Rule):
-    """The client's part: its model before aggregation, and the gap of the shared model to it."""
+    """On clients the gap of the shared model to their own before aggregation, on the server weights adjusted by it."""
 
+    step_size: float
+    rounds: int | None
+    aggregates = True
+    weighs = False
+    keeps = True
     needs_shared = "FedDG-GA compares each client's model with the shared model"
 
-    @override
     def bind(self, network: Network) -> Declared:
         first = next(iter(network.params.values()))
         gap, begun = {"gap": first.new_zeros(())}, first.new_zeros((), dtype=torch.bool)
         memory = {"begun": begun} | add_prefix("last", network.params)
         return Declared(self, buffers=gap, memory=memory, sends=Send.like(gap, "client"))
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         last, gap = entries_under("last", step.memory), step.own.buffers["gap"]
         shared = last | pick(step.loaded, last)
@@ -48,37 +45,27 @@ class GeneralizationGap(Rule):
         gap.mul_(step.steps > 0).add_((of_shared - of_last).detach())
         return loss
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         begun = client.memory["begun"]
         gap = client.own.buffers["gap"] * begun / max(client.steps, 1)
         return {"begun": torch.ones_like(begun)} | add_prefix("last", client.params), {"gap": gap}
 
+    def fold(self, server: Server) -> Folded:
+        weights = self._weigh(server)
+        kept = {
+            each.client: torch.tensor(weight, dtype=torch.float64)
+            for each, weight in zip(server.received, weights, strict=True)
+        }
+        entries = weighted_mean([each.entries for each in server.received], weights)
+        return Folded(entries=entries, kept=server.kept | kept)
 
-@dataclass(frozen=True)
-class AdjustedMean(Aggregation):
-    """The server's part: weights adjusted by the gaps, kept for each client."""
-
-    step_size: float
-    rounds: int | None
-    weighs = False
-    keeps = True
-
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        weights = self._weigh(server, received)
-        weights_N = torch.tensor(weights, dtype=torch.float64)
-        kept = {each.client: weight.clone() for each, weight in zip(received, weights_N, strict=True)}
-        entries = weighted_mean([each.entries for each in received], weights)
-        return Aggregated(entries=entries, kept=server.kept | kept)
-
-    def _weigh(self, server: ServerState, received: Sequence[Received]) -> list[float]:
+    def _weigh(self, server: Server) -> list[float]:
         """Return the participants' weights, which sum to one."""
-        clients, gaps = len(received), [float(each.of(GeneralizationGap)["gap"]) for each in received]
+        clients, gaps = len(server.received), [float(upload["gap"]) for upload in server.uploads]
         largest = max(map(abs, gaps))
-        left = max(0.0, 1 - server.round / self.rounds) if self.rounds else 1.0
+        left = max(0.0, 1 - server.before.round / self.rounds) if self.rounds else 1.0
         step = self.step_size * left / clients / largest if largest else 0.0
-        before = [float(server.kept.get(each.client, 1 / clients)) for each in received]
+        before = [float(server.kept.get(each.client, 1 / clients)) for each in server.received]
         moved = [min(max(weight + step * gap, 0.0), 1.0) for weight, gap in zip(before, gaps, strict=True)]
         return [weight / sum(moved) for weight in moved] if sum(moved) else [1 / clients] * clients
 
@@ -87,15 +74,9 @@ class AdjustedMean(Aggregation):
 def feddg_ga(base: Method, *, step_size: float = 0.2, rounds: int | None = None) -> Method:
     """Adjust the weights of the clients of ``base`` by their generalization gaps.
 
-    Args:
-        base: The base method; None: FedAvg.
-        step_size: Change of the weight with the largest gap, times the number of clients, in (0, 1].
-        rounds: Number of rounds over which the step decays to zero; None: constant.
-
+    ``step_size``: change of the weight with the largest gap, times the number of clients, in (0, 1]. ``rounds``: number
+    of rounds over which the step decays to zero; None: constant.
     """
-    if not 0 < step_size <= 1 or (rounds is not None and rounds < 1):
-        raise UsageError(
-            f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more"
-        )
-    adjusted = base.with_aggregation(AdjustedMean(float(step_size), rounds))
-    return adjusted.with_rule(GeneralizationGap())
+    allowed = 0 < step_size <= 1 and (rounds is None or rounds >= 1)
+    require(allowed, f"step_size={step_size:g} and rounds={rounds}: give a number in (0, 1], and rounds of 1 or more")
+    return base.with_rule(GeneralizationGap(step_size, rounds))

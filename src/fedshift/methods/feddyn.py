@@ -9,38 +9,30 @@ instead. A client that does not take part keeps h_k and its contribution to h. A
 the client loads.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
 from ..core.method import Method, method
-from ..core.plan import Plan
-from ..core.rule import Client, Declared, Rule, Step
-from ..core.server_optimizer import ServerOptimizer
-from ..utils.errors import UsageError, require
-from ..utils.state import State, add_prefix, entries_under
+from ..core.rule import Client, Declared, Folded, Network, Rule, Server, Step
+from ..utils.errors import require
+from ..utils.state import State, pick
 
 
 @dataclass(frozen=True)
 class GradientMemory(Rule):
-    """The client's part: h_k, which converges to the gradient of its loss, and the dynamic regularizer."""
+    """The dynamic regularizer: h_k on clients, which converges to the gradient of the loss, and h on the server."""
 
     alpha: float
     gradient_stage = "objective"
+    moves = True
     needs_shared = "FedDyn regularizes shared entries"
+    needs_mean = "FedDyn's server accumulates the mean of the clients' changes"
 
-    @override
-    def bind(self, network: Plan) -> Declared:  # type: ignore[override]
-        if not network.method.aggregate.sums:
-            other = network.method.name_source(network.method.aggregate)
-            raise UsageError(
-                f"FedDyn's server accumulates the mean of the clients' changes, but {other} does not average: remove "
-                "one of the two"
-            )
-        return Declared(self, memory={name: torch.zeros_like(tensor) for name, tensor in network.params.items()})
+    def bind(self, network: Network) -> Declared:
+        zeros = {name: torch.zeros_like(tensor) for name, tensor in network.params.items()}
+        return Declared(self, memory=zeros, kept=pick(zeros, network.loaded))
 
-    @override
     def gradients(self, grads: State, step: Step) -> State:
         return {
             name: (step.params[name] - step.loaded[name]).mul_(self.alpha).sub_(step.memory[name]).add_(grad)
@@ -49,7 +41,6 @@ class GradientMemory(Rule):
             for name, grad in grads.items()
         }
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory = {
             name: h - self.alpha * (client.params[name] - client.loaded[name]) if name in client.loaded else h
@@ -57,28 +48,15 @@ class GradientMemory(Rule):
         }
         return memory, {}
 
-
-@dataclass(frozen=True, kw_only=True)
-class ServerMemory(ServerOptimizer):
-    """The server's part: ``h = h - alpha share delta; x = x + delta - h / alpha``."""
-
-    lr: float = field(default=1.0, repr=False)
-    alpha: float
-
-    @override
-    def init(self, params: State) -> State:
-        return {f"memory/{name}": torch.zeros_like(tensor) for name, tensor in params.items()}
-
-    @override
-    def step(self, params: State, delta: State, state: State, share: float) -> tuple[State, State]:
-        memory = entries_under("memory", state)
-        after = {name: memory[name] - self.alpha * share * change for name, change in delta.items()}
-        moved = {name: param + delta[name] - after[name] / self.alpha for name, param in params.items()}
-        return moved, add_prefix("memory", after)
+    def fold(self, server: Server) -> Folded:
+        share, changes, before = sum(each.share for each in server.received), server.changes, server.before.shared
+        kept = {name: h - self.alpha * share * changes[name] for name, h in server.kept.items()}
+        moved = {name: before[name] + changes[name] - h / self.alpha for name, h in kept.items()}
+        return Folded(entries=moved, kept=kept)
 
 
 @method
 def feddyn(base: Method, *, alpha: float = 0.01) -> Method:
     """Regularize the loss of ``base`` dynamically with strength ``alpha``; needs clients that keep state."""
     require(alpha > 0, f"alpha={alpha:g}: it must be above 0, say 0.01")
-    return base.with_server(ServerMemory(alpha=float(alpha))).with_rule(GradientMemory(float(alpha)))
+    return base.with_rule(GradientMemory(alpha))

@@ -25,8 +25,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Folded, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
@@ -138,7 +137,7 @@ class SharedVariances(Rule):
         for layer in self.layers:
             for kind in KINDS:
                 var_C = stack_entry(sent, f"{layer}running_{kind}").var(dim=0, correction=0)
-                made[f"{layer}var_{kind}"] = cast_to(var_C, server.server.shared[f"{layer}var_{kind}"].dtype)
+                made[f"{layer}var_{kind}"] = cast_to(var_C, server.before.shared[f"{layer}var_{kind}"].dtype)
         return Folded({}, made)
 
 
@@ -147,7 +146,6 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
     """Change mean and deviation of feature maps in the local work of ``base`` as clients and federation differ.
 
     Args:
-        base: FedAvg unless given.
         p: Probability that a layer acts on a batch, in [0, 1].
         momentum: Fraction by which moving means move toward a batch's, in (0, 1].
         layers: Layers in front of which feature maps are changed, a pattern such as ``"layer[23].*.conv1"``; None: all

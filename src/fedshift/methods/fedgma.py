@@ -8,48 +8,41 @@ mean is weighted, and the agreement counts clients equally. Entries that clients
 averaged.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.states import ServerState
+from ..core.rule import Folded, Rule, Server
 from ..utils.errors import require
 
 
 @dataclass(frozen=True)
-class MaskedMean(Aggregation):
+class MaskedMean(Rule):
     """The mean of the uploads, with changes scaled down or dropped if the agreement is below ``threshold``."""
 
     threshold: float
     soft: bool
+    aggregates = True
     passes_on = False
 
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        entries, states = average(received), [each.entries for each in received]
-        for name in sorted(network.trained & network.loaded):
-            before, mean = server.shared[name].double(), entries[name].double()
+    def fold(self, server: Server) -> Folded:
+        entries, states = server.entries, [each.entries for each in server.received]
+        for name in sorted(server.network.trained & server.network.loaded):
+            before, mean = server.before.shared[name].double(), entries[name].double()
             agreement = (stack_entry(states, name) - before).sign().mean(dim=0).abs()
             rest = before + agreement * (mean - before) if self.soft else before
             entries[name] = cast_to(torch.where(agreement >= self.threshold, mean, rest), entries[name].dtype)
-        return Aggregated(entries=entries)
+        return Folded(entries=entries)
 
 
 @method
 def fedgma(base: Method, *, threshold: float = 0.4, soft: bool = True) -> Method:
     """Mask the mean change of ``base`` by the clients' agreement.
 
-    Args:
-        base: The base method; None: FedAvg.
-        threshold: Minimum agreement for applying a change in full, in [0, 1]; 0 is FedAvg.
-        soft: Whether other changes are multiplied by their agreement; False drops them.
-
+    ``threshold``: minimum agreement for applying a change in full, in [0, 1]; 0 is FedAvg. ``soft``: whether other
+    changes are multiplied by their agreement; False drops them.
     """
     require(0 <= threshold <= 1, f"threshold={threshold:g}: it must lie in [0, 1], like the agreement of clients")
-    return base.with_aggregation(MaskedMean(float(threshold), soft))
+    return base.with_rule(MaskedMean(threshold, soft))

@@ -8,21 +8,15 @@ remaining changes. Clients store the directions and send which changes count, on
 weight and step of each client. Entries that clients do not train or do not load are averaged with the same weights.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Aggregation, Received
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule
-from ..core.states import ServerState
-from ..utils.errors import UsageError
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..utils.errors import require
 from ..utils.state import State, pick
 
 ROUNDING = 64
@@ -31,19 +25,21 @@ ROUNDING = 64
 
 @dataclass(frozen=True)
 class Consistency(Rule):
-    """The client's part: how often it decreased each weight, and which changes of this round count."""
+    """On clients how often each weight fell, and so which changes count; on the server weights by distance."""
 
     threshold: float
+    beta: float
+    aggregates = True
+    weighs = False
+    keeps = True
     needs_shared = "FedHEAL weighs changes of shared entries"
 
-    @override
     def bind(self, network: Network) -> Declared:
         rounds = torch.zeros((), dtype=torch.int64, device=next(iter(network.params.values())).device)
         down = {f"down/{name}": torch.zeros_like(tensor) for name, tensor in network.params.items()}
         counts = {name: tensor.bool() for name, tensor in pick(network.params, network.loaded).items()}
         return Declared(self, memory={"rounds": rounds} | down, sends=Send.like(counts, "update"))
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory, rounds = dict(client.memory), int(client.memory["rounds"])
         counts = {}
@@ -57,66 +53,49 @@ class Consistency(Rule):
                 memory[f"down/{name}"] = before + down
         return memory | {"rounds": memory["rounds"] + 1}, counts
 
-
-@dataclass(frozen=True)
-class FairMean(Aggregation):
-    """The server's part: weights that grow with the clients' distances; keeps each client's weight and last step."""
-
-    beta: float
-    weighs = False
-    keeps = True
-
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        weights, steps = self._weigh(network, server, received)
-        total, states = sum(weights.values()), [each.entries for each in received]
-        shares = [weights[each.client] / total for each in received]
+    def fold(self, server: Server) -> Folded:
+        kept, states = server.kept | self._weigh(server), [each.entries for each in server.received]
+        weights = [float(kept[f"weight/{each.client}"]) for each in server.received]
+        shares = [weight / sum(weights) for weight in weights]
         entries = weighted_mean(states, shares)
         shares_K = torch.tensor(shares, dtype=torch.float64, device=next(iter(entries.values())).device)
-        for name in network.trained & network.loaded:
-            before, counts_K = server.shared[name].double(), _stack_counts(received, name)
-            weights_K = shares_K.reshape(-1, *[1] * before.ndim) * counts_K
-            change = (weights_K * (stack_entry(states, name) - before)).sum(dim=0)
-            entries[name] = cast_to(before + change / weights_K.sum(dim=0).clamp(min=1e-300), entries[name].dtype)
-        values = {f"weight/{client}": weight for client, weight in weights.items()}
-        values |= {f"step/{client}": step for client, step in steps.items()}
-        kept = {name: torch.tensor(value, dtype=torch.float64) for name, value in values.items()}
-        return Aggregated(entries=entries, kept=server.kept | kept)
+        for name in server.uploads[0]:
+            changes, counts = _count_changes(server, name)
+            shape = (-1, *[1] * (changes.ndim - 1))
+            change = (shares_K.reshape(shape) * changes).sum(dim=0)
+            total = (shares_K.reshape(shape) * counts).sum(dim=0).clamp(min=1e-300)
+            entries[name] = cast_to(server.before.shared[name].double() + change / total, entries[name].dtype)
+        return Folded(entries=entries, kept=kept)
 
-    def _weigh(
-        self, network: Network, server: ServerState, received: Sequence[Received]
-    ) -> tuple[dict[str, float], dict[str, float]]:
+    def _weigh(self, server: Server) -> State:
         """Return the participants' weights, which do not sum to one, and their last steps."""
-        clients, states = len(received), [each.entries for each in received]
-        distances_K = torch.zeros(clients, dtype=torch.float64, device=next(iter(server.shared.values())).device)
-        for name in sorted(network.trained & network.loaded):
-            changes = stack_entry(states, name) - server.shared[name].double()
-            distances_K += (changes * _stack_counts(received, name)).reshape(clients, -1).norm(dim=1)
+        clients = [each.client for each in server.received]
+        norms = [
+            _count_changes(server, name)[0].reshape(len(clients), -1).norm(dim=1) for name in sorted(server.uploads[0])
+        ]
+        distances_K = sum(norms, torch.zeros_like(norms[0]))
         parts = (distances_K / distances_K.sum().clamp(min=1e-300)).tolist()
-        weights, steps = {}, {}
-        for each, part in zip(received, parts, strict=True):
-            last = float(server.kept.get(f"step/{each.client}", 0.0))
-            steps[each.client] = (1 - self.beta) * last + self.beta * part
-            weights[each.client] = float(server.kept.get(f"weight/{each.client}", 1 / clients)) + steps[each.client]
-        return weights, steps
+        kept = State()
+        for client, part in zip(clients, parts, strict=True):
+            step = (1 - self.beta) * float(server.kept.get(f"step/{client}", 0.0)) + self.beta * part
+            weight = float(server.kept.get(f"weight/{client}", 1 / len(clients))) + step
+            kept[f"step/{client}"], kept[f"weight/{client}"] = torch.tensor([step, weight], dtype=torch.float64).clone()
+        return kept
 
 
-def _stack_counts(received: Sequence[Received], name: str) -> Tensor:
-    """Return which changes of an entry count, float64 ``[clients, ...]``."""
-    return torch.stack([each.of(Consistency)[name] for each in received]).double()
+def _count_changes(server: Server, name: str) -> tuple[Tensor, Tensor]:
+    """Return the changes of an entry, 0 where they do not count, and which count, float64 ``[clients, ...]``."""
+    counts, after = stack_entry(server.uploads, name), stack_entry([each.entries for each in server.received], name)
+    return (after - server.before.shared[name].double()) * counts, counts
 
 
 @method
 def fedheal(base: Method, *, threshold: float = 0.3, beta: float = 0.4) -> Method:
     """Exclude inconsistent changes from the mean of ``base``, and weigh clients by their distances.
 
-    Args:
-        base: The base method; None: FedAvg.
-        threshold: Fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
-            1).
-        beta: Fraction of this round's distances in the step of the clients' weights, in [0, 1].
-
+    ``threshold``: fraction of a client's earlier rounds that must have changed a weight in the same direction, in [0,
+    1). ``beta``: fraction of this round's distances in the step of the clients' weights, in [0, 1].
     """
-    if not 0 <= threshold < 1 or not 0 <= beta <= 1:
-        raise UsageError(f"threshold={threshold:g} and beta={beta:g}: give numbers in [0, 1) and in [0, 1]")
-    return base.with_aggregation(FairMean(float(beta))).with_rule(Consistency(float(threshold)))
+    allowed = 0 <= threshold < 1 and 0 <= beta <= 1
+    require(allowed, f"threshold={threshold:g} and beta={beta:g}: give numbers in [0, 1) and in [0, 1]")
+    return base.with_rule(Consistency(threshold, beta))

@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
 from ..utils.state import State

@@ -7,62 +7,53 @@ plain SGD, (tau_i - rho (1 - rho^tau_i) / (1 - rho)) / (1 - rho) with momentum r
 mu) with a proximal term mu (section 4). Entries that clients do not train or do not load are averaged.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Self, cast
+from typing import cast
 
-from typing_extensions import override
-
-from ..core.aggregation import Aggregated, Aggregation, Received, average
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
 from ..core.optimizer import SGD
-from ..core.plan import Plan
-from ..core.states import ServerState
+from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
 from .fedprox import Proximal
 
 
 @dataclass(frozen=True)
-class NormalizedAveraging(Aggregation):
+class NormalizedAveraging(Rule):
     """The aggregation of FedNova, for steps of SGD, with or without FedProx's proximal term."""
 
     needs_plain_steps = "FedNova's normalization by the number of steps"
     allows_momentum = True
     needs_several_steps = "FedNova corrects for different numbers of local steps, but every client takes one"
+    aggregates = True
     passes_on = False
 
-    @override
-    def bind(self, plan: Plan) -> Self:
-        lr, mu = plan.optimizer.lr, _find_strength(plan)
-        if lr * mu >= 1:
-            raise UsageError(
-                f"method {plan.method.label!r}: FedNova's normalization requires lr * mu < 1, so that no step "
-                f"overshoots the proximal term, but lr={lr:g} and mu={mu:g}: lower one of the two"
-            )
-        return self
-
-    @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        entries, states = average(received), [each.entries for each in received]
+    def fold(self, server: Server) -> Folded:
+        received, sgd = server.received, cast("SGD", server.network.optimizer)
+        entries, states = server.entries, [each.entries for each in received]
         total = sum(each.size for each in received)
         shares = [each.size / total for each in received]
-        sgd = cast("SGD", plan.optimizer)
-        pull = sgd.lr_in_round(server.round) * _find_strength(plan)
+        pull = server.network.find_lr(server.before.round) * _find_strength(server)
         lengths = [path_length(each.update.steps, sgd.momentum, sgd.nesterov, pull) for each in received]
         effective = sum(share * length for share, length in zip(shares, lengths, strict=True))
-        for name in sorted(plan.trained & plan.loaded):
-            before = server.shared[name].double()
+        for name in sorted(server.network.trained & server.network.loaded):
+            before = server.before.shared[name].double()
             parts = zip(shares, lengths, stack_entry(states, name), strict=True)
             change = sum(share / length * (after - before) for share, length, after in parts)
-            entries[name] = cast_to(before + effective * change, server.shared[name].dtype)
-        return Aggregated(entries=entries)
+            entries[name] = cast_to(before + effective * change, entries[name].dtype)
+        return Folded(entries=entries)
 
 
-def _find_strength(plan: Plan) -> float:
-    """Return the strength of FedProx's proximal term in ``plan``; 0 without it."""
-    return sum(rule.mu for rule in plan.method.rules if isinstance(rule, Proximal))
+def _find_strength(server: Server) -> float:
+    """Return the strength of FedProx's proximal term, 0 without it; raise :class:`UsageError` if it is too large."""
+    mu, lr = sum(each.rule.mu for each in server.rules if isinstance(each.rule, Proximal)), server.network.optimizer.lr
+    if lr * mu >= 1:
+        raise UsageError(
+            "FedNova's normalization requires lr * mu < 1, so that no step overshoots the proximal term, but "
+            f"lr={lr:g} and mu={mu:g}: lower one of the two"
+        )
+    return mu
 
 
 @lru_cache(maxsize=4096)
@@ -82,4 +73,4 @@ def path_length(steps: int, momentum: float, nesterov: bool, pull: float) -> flo
 @method
 def fednova(base: Method) -> Method:
     """Aggregate the uploads of ``base`` by normalized averaging; needs SGD, with momentum reset each round."""
-    return base.with_aggregation(NormalizedAveraging())
+    return base.with_rule(NormalizedAveraging())

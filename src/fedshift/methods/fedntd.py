@@ -1,9 +1,9 @@
 """FedNTD: clients keep what the server's model knows of the classes that a sample does not have.
 
-Lee, Jeong, Shin, Bae and Yun 2022, arXiv:2106.03097: the loss includes beta times the mean over the
-batch of the Kullback-Leibler divergence KL(q_server || q) of softmax(logits / tau) over all classes but the true one.
-The teacher is the client's model at the start of the round, in evaluation mode. As in the authors' code
-(Lee-Gihun/FedNTD), the divergence is not multiplied by tau^2.
+Lee, Jeong, Shin, Bae and Yun 2022, arXiv:2106.03097: the loss includes beta times the mean over the batch of KL(q, p),
+where p and q are softmax(scores / tau) over all classes but the true one: p of the model in training, q of the client's
+model at the start of the round, in evaluation mode. As in the authors' code (Lee-Gihun/FedNTD), the divergence is not
+multiplied by tau^2.
 """
 
 from dataclasses import dataclass

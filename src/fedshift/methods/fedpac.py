@@ -16,63 +16,62 @@ that sits a round out is known by the h that it sent last, and its mix is of the
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Self
 
 import numpy as np
 import torch
 from scipy.optimize import nnls
 from torch import Tensor, nn
-from typing_extensions import override
 
 from ..analysis.statistics import Floats
-from ..core.aggregation import Aggregated, Aggregation, Received, average
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.plan import Plan
-from ..core.rule import Client, Declared, Step
-from ..core.selection import find_classifier
-from ..core.states import ServerState
+from ..core.rule import Client, Declared, Folded, Network, Send, Server, Step
+from ..core.selection import name_classifier
 from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
 from .fedrep import HeadThenBody
 
+COMPARED = ("weighted_means", "variance")
+"""Uploads by which the server compares clients."""
 SMALLEST = 1e-3
 """Weight of a classifier below which a mix does without it."""
 
 
 @dataclass(frozen=True)
 class AlignedFeatures(Prototypes):
-    """A pull of strength ``lam`` to class prototypes, and what the server compares clients by.
+    """A pull of strength ``lam`` to class prototypes, and mixes of classifiers of least expected error.
 
-    ``epochs``: those of a round in which all samples are seen before the features' parameters move.
+    The server keeps the weighted means that each client sent last. ``epochs``: those of a round in which all samples
+    are seen before the features' parameters move.
     """
 
     epochs: int
     body: tuple[str, ...] = field(default=(), repr=False)
     """Parameters of the features that clients load and train."""
+    head: tuple[str, ...] = field(default=(), repr=False)
+    """Entries of the classifier."""
+    aggregates = True
+    keeps = True
+    mixes = True
 
-    @override
     def bind(self, network: Network) -> Declared:
-        bound, head = super().bind(network), _name_classifier(network, self.source_method)
+        bound, head = super().bind(network), name_classifier(network.entries, self.source_method)
         zeros_KD = bound.server["prototypes"]
         zeros_K, zero = zeros_KD[:, 0].clone(), zeros_KD.new_zeros(())
         body = tuple(sorted((network.trained & network.loaded) - head))
         if not body:
             raise network.refuse_kept("FedPAC averages features of clients", network.trained - head or head)
+        if kept := head - (network.sent & network.loaded):
+            raise network.refuse_kept("FedPAC mixes classifiers of clients", kept)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = torch.zeros_like(_sum_weights(network.params, body))
-        memory = {**bound.memory, "class_sizes": zeros_K.clone()}
-        buffers = {**bound.buffers, **early}
         described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
-        sends = {**bound.sends, **described}
         return replace(
             bound,
-            rule=replace(self, body=body),
-            buffers=buffers,
-            memory=memory,
-            sends=sends,
+            rule=replace(self, body=body, head=tuple(sorted(head))),
+            buffers={**bound.buffers, **early},
+            memory={**bound.memory, "class_sizes": zeros_K.clone()},
+            sends={**bound.sends, **described},
             notices=self._warn(network),
         )
 
@@ -84,13 +83,11 @@ class AlignedFeatures(Prototypes):
             f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples",
         )
 
-    @override
     def start(self, client: Client) -> State:
-        sizes_K = client.memory["class_sizes"]
-        sizes_K = torch.bincount(client.targets, minlength=len(sizes_K)).to(sizes_K.dtype)
+        like_K = client.memory["class_sizes"]
+        sizes_K = torch.bincount(client.targets, minlength=len(like_K)).to(like_K.dtype)
         return {**super().start(client), "class_sizes": sizes_K}
 
-    @override
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         buffers, z_BD = step.own.buffers, step.features.detach()
         sums_KD, squares_K, counts_K = (buffers[f"early_{name}"] for name in ("sums", "squares", "counts"))
@@ -105,7 +102,6 @@ class AlignedFeatures(Prototypes):
         counts_K.mul_(begun).add_(member_KB.sum(dim=1))
         return super().loss(loss, step)
 
-    @override
     def end(self, client: Client) -> tuple[State, State]:
         memory, upload = super().end(client)
         buffers, counts_K = client.own.buffers, client.own.buffers["early_counts"]
@@ -116,34 +112,16 @@ class AlignedFeatures(Prototypes):
         variance = (squares - weighted_KD.square().sum()).clamp(min=0) / client.memory["samples"]
         return memory, {**upload, "weighted_means": weighted_KD, "variance": variance}
 
-
-@dataclass(frozen=True)
-class ClassifierMix(Aggregation):
-    """Mixes of classifiers of least expected error; it keeps the weighted means that each client sent last."""
-
-    head: tuple[str, ...] = field(default=(), repr=False)
-    keeps = True
-    mixes = True
-
-    @override
-    def bind(self, plan: Plan) -> Self:
-        head = _name_classifier(plan, plan.method.name_source(self))
-        if kept := head - (plan.sent & plan.loaded):
-            raise plan.refuse_kept(f"method {plan.method.label!r}: FedPAC mixes classifiers of clients", kept)
-        return replace(self, head=tuple(sorted(head)))
-
-    @override
-    def __call__(self, plan: Plan, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        sent = {each.client: each.of(AlignedFeatures) for each in received}
-        known = server.kept | {client: upload["weighted_means"] for client, upload in sent.items()}
-        others = torch.stack([upload["weighted_means"].double().flatten() for upload in sent.values()])
-        variances = torch.stack([upload["variance"].double() for upload in sent.values()])
+    def fold(self, server: Server) -> Folded:
+        clients = [each.client for each in server.received]
+        sent = {name: torch.stack([upload[name].double().flatten() for upload in server.uploads]) for name in COMPARED}
+        known = server.kept | {c: u["weighted_means"] for c, u in zip(clients, server.uploads, strict=True)}
         mixes = {}
         for client, own in known.items():
-            gaps = own.double().flatten() - others
-            weights = _weigh((gaps @ gaps.T).cpu().numpy() + np.diag(variances.cpu().numpy()))
+            gaps = own.double().flatten() - sent["weighted_means"]
+            weights = _weigh((gaps @ gaps.T).cpu().numpy() + np.diag(sent["variance"][:, 0].cpu().numpy()))
             mixes[client] = {name: torch.tensor(weights) for name in self.head}
-        return Aggregated(entries=average(received), kept=known, mixes=mixes)
+        return replace(super().fold(server), entries=server.entries, kept=known, mixes=mixes)
 
 
 def _weigh(form: Floats) -> Floats:
@@ -170,17 +148,11 @@ def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
     return torch.cat([params[name].reshape(*params[name].shape[:1], -1).sum(dim=-1).reshape(-1) for name in names])
 
 
-def _name_classifier(network: Network, source: str) -> frozenset[str]:
-    classifier = find_classifier(network.entries, source)
-    return frozenset(entry.name for entry in network.entries if entry.owner is classifier)
-
-
 @method
 def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> Method:
     """Pull the features of ``base`` to class prototypes, and send each client a mix of classifiers.
 
     Args:
-        base: FedAvg unless given.
         lam: Strength of the pull.
         head: Part of a round's steps in which the classifier is trained, to ``body``.
         body: Part in which the features are trained.
@@ -188,6 +160,5 @@ def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> M
     """
     require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (no pull) or more")
     require(head >= 1 and body >= 1, f"head={head} and body={body}: give 1 or more for each")
-    mixing = base.with_aggregation(ClassifierMix())
     aligned = AlignedFeatures(lam, epochs=ceil((head + body) / head))
-    return mixing.with_rule(aligned).with_rule(HeadThenBody(head / (head + body), 1))
+    return base.with_rule(aligned).with_rule(HeadThenBody(head / (head + body), 1))

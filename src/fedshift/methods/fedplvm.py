@@ -16,10 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Step
+from ..core.rule import Client, Declared, Network, Send, Step
 from ..utils.errors import require
 from ..utils.state import State
 from .fpl import ClusterPrototypes
@@ -92,7 +90,6 @@ def fedplvm(base: Method, *, alpha: float = 0.25, tau: float = 0.07, lam: float 
     """Add a sparse contrast with prototypes that clients and server cluster, and attraction to their mean, to ``base``.
 
     Args:
-        base: FedAvg unless given.
         alpha: Power of similarities, in (0, 1].
         tau: Temperature of the contrast.
         lam: Strength of both losses.

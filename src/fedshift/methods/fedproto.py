@@ -15,10 +15,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
 from ..utils.state import State

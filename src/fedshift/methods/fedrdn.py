@@ -21,11 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Hook, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Hook, Network, Rule, Send, Server, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits
@@ -145,10 +143,7 @@ class ClientStatistics(Rule):
 def fedrdn(base: Method, *, samples: int = 256) -> Method:
     """Normalize training images of ``base`` by the statistics of a client that is drawn for each, and others by own.
 
-    Args:
-        base: FedAvg unless given.
-        samples: Images of a client on which it measures its statistics, as many as its first pass has at most.
-
+    ``samples``: images of a client on which it measures its statistics, as many as its first pass has at most.
     """
     require(samples >= 1, f"samples={samples}: give 1 or more")
     changed = base.with_surgery(ScaleInputs()).keep_on_client(of_type(InputScaling))

@@ -7,10 +7,8 @@ By default the steps of a round are divided in that ratio, so that FedRep has th
 
 from dataclasses import dataclass
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule
+from ..core.rule import Declared, Network, Phase, Rule
 from ..core.selection import parse_selection
 from ..utils.errors import require
 

@@ -17,10 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
+from ..core.rule import Declared, Network, Phase, Rule, Step
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules
@@ -100,7 +98,6 @@ def fedsr(base: Method, *, l2: float = 0.01, cmi: float = 0.0005, size: int | No
     """Use Gaussian features in ``base``, and regularize their norm and their information beyond the class.
 
     Args:
-        base: The base method; None: FedAvg.
         l2: Strength of the norm of the features.
         cmi: Strength of the conditional mutual information of features and inputs.
         size: Number of features; None: the number of the classifier's inputs.

@@ -20,7 +20,6 @@ def fedwon(
     """Remove normalization from the network of ``base`` and standardize its convolutions.
 
     Args:
-        base: The base method; None: FedAvg.
         agc: Clipping threshold, 0.64 for Digits-Five (1.28 for Office-Caltech-10 and DomainNet); None disables
             clipping, as in the paper for batches of 4 or less. If ``base`` already clips, its clipping is kept.
         wsconv: Whether to standardize convolutions; False only removes normalization (the ablation of table 18).

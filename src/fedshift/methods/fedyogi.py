@@ -4,10 +4,10 @@ Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: v = v - (1 - beta2) delta^2 si
 """
 
 from ..core.method import Method, method
-from ..core.server_optimizer import Adaptive
+from .fedadam import Adaptive
 
 
 @method
 def fedyogi(base: Method, *, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.99, tau: float = 1e-3) -> Method:
     """Add Yogi on the server to ``base``; ``lr``: the server's learning rate, ``tau``: its adaptivity."""
-    return base.with_server(Adaptive(second="yogi", lr=lr, beta1=beta1, beta2=beta2, tau=tau))
+    return base.with_rule(Adaptive(second="yogi", lr=lr, beta1=beta1, beta2=beta2, tau=tau))

@@ -23,8 +23,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared
+from ..core.rule import Declared, Network
 from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes

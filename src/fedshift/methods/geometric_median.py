@@ -6,38 +6,36 @@ convergence, because it converges slowly from the mean if an upload is far away.
 other entries are averaged with the same beta.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from typing_extensions import override
 
-from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import squared_distances, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.states import ServerState
+from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
+from .median import ROBUST
 
 TOLERANCE = 1e-12
 """The iteration has converged if no upload's share changes by more than this."""
 
 
 @dataclass(frozen=True)
-class GeometricMedian(RobustAggregation):
+class GeometricMedian(Rule):
     """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, relative to their median distance."""
 
     steps: int
     nu: float
+    aggregates = True
+    needs_entries_only = ROBUST
 
     def __post_init__(self) -> None:
         if self.steps < 1 or not self.nu > 0:
             raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give steps of 1 or more, and nu above 0")
 
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        states, names = [each.entries for each in received], network.trained & network.sent
-        weights = torch.tensor([each.weight for each in received], dtype=torch.float64)
+    def fold(self, server: Server) -> Folded:
+        states, names = [each.entries for each in server.received], server.network.trained & server.network.sent
+        weights = torch.tensor([each.weight for each in server.received], dtype=torch.float64)
         distances = squared_distances(states, names).sqrt()
         center = int((distances @ weights).argmin())
         share = torch.zeros_like(weights)
@@ -58,10 +56,10 @@ class GeometricMedian(RobustAggregation):
             if moved < TOLERANCE:
                 break
         order = sorted(range(len(share)), key=lambda client: client != center)  # means sum deviations from the first
-        return Aggregated(entries=weighted_mean([states[client] for client in order], share[order].tolist()))
+        return Folded(entries=weighted_mean([states[client] for client in order], share[order].tolist()))
 
 
 @method
 def geometric_median(base: Method, *, steps: int = 10_000, nu: float = 1e-6) -> Method:
     """Aggregate the uploads of ``base`` by their geometric median, weighted by samples."""
-    return base.with_aggregation(GeometricMedian(steps, nu))
+    return base.with_rule(GeometricMedian(steps, nu))

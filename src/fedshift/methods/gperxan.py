@@ -21,9 +21,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
-from ..core.selection import batch_norm, find_classifier, name_matches, of_type
+from ..core.rule import Declared, Network, Rule, Step
+from ..core.selection import batch_norm, name_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
 from ..nn.surgery import BATCH_NORM, replace_modules, take_place
 from ..utils.errors import UsageError, require
@@ -87,12 +86,11 @@ class Guidance(Rule):
     """The loss of the loaded classifier on the client's features, of strength ``lam``; ``head``: its entries."""
 
     lam: float
-    head: tuple[str, ...] = field(default=(), repr=False)
+    head: frozenset[str] = field(default=frozenset(), repr=False)
     needs_shared = "gPerXAN guides features by the classifier that clients share"
 
     def bind(self, network: Network) -> Declared:
-        classifier = find_classifier(network.entries, self.source_method)
-        names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
+        names = name_classifier(network.entries, self.source_method)
         if not network.loaded.issuperset(names):
             raise network.refuse_kept(self.needs_shared, names)
         return Declared(replace(self, head=names), features="last")

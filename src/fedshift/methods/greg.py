@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Declared, Rule, Step
+from ..core.rule import Declared, Network, Rule, Step
 from ..core.selection import norm_statistics
 from ..utils.errors import UsageError, require
 from ..utils.state import pick

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
@@ -80,7 +78,7 @@ class MeanAmplitude(Rule):
         return {}, {"amplitude": torch.zeros_like(client.buffers[self.entry])} | client.memory
 
     def fold(self, server: Server) -> Folded:
-        before = server.server.shared[self.entry]
+        before = server.before.shared[self.entry]
         mean = cast_to(stack_entry(server.uploads, "amplitude").mean(dim=0), before.dtype)
         return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
 
@@ -104,7 +102,6 @@ def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples:
     """Normalize amplitudes of images and perturb weights in the local work of ``base``.
 
     Args:
-        base: The base method; None: FedAvg.
         alpha: Distance of the perturbed weights at which the gradient is computed; 0: none.
         frequencies: Number of low frequencies in each direction with normalized amplitudes; 0: only the mean
             brightness.

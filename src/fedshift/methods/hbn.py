@@ -17,11 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from ..core.declarations import Send
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
@@ -75,7 +73,7 @@ class Measurement(Rule):
         return blank | {"samples": torch.zeros((), dtype=torch.int64, device=next(iter(blank.values())).device)}
 
     def fold(self, server: Server) -> Folded:
-        counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.server.shared
+        counts_K1, previous = stack_entry(server.uploads, "samples")[:, None], server.before.shared
         pooled, total = State(), counts_K1.sum()
         for layer in self.layers:
             means_KC, vars_KC = (stack_entry(server.uploads, f"{kind}/{layer}") for kind in KINDS)

@@ -5,21 +5,17 @@ n - f - 2 nearest neighbors, for f faulty clients among n; the smallest score is
 entries.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from typing_extensions import override
-
-from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import squared_distances, weighted_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.states import ServerState
+from ..core.rule import Folded, Rule, Server
 from ..utils.errors import UsageError
+from .median import ROBUST
 
 
 @dataclass(frozen=True)
-class Krum(RobustAggregation):
+class Krum(Rule):
     """The mean of the ``num_selected`` uploads with the lowest score, tolerating ``num_malicious`` arbitrary clients.
 
     ``num_selected=None`` selects n - f - 2 of n clients, the number of neighbors in a score.
@@ -27,7 +23,9 @@ class Krum(RobustAggregation):
 
     num_malicious: int
     num_selected: int | None = 1
+    aggregates = True
     weighs = False
+    needs_entries_only = ROBUST
 
     def __post_init__(self) -> None:
         if self.num_malicious < 0 or (self.num_selected is not None and self.num_selected < 1):
@@ -37,18 +35,16 @@ class Krum(RobustAggregation):
             )
 
     @property
-    @override
     def min_clients(self) -> int:
         return max(2 * self.num_malicious + 3, (self.num_selected or 1) + self.num_malicious + 2)
 
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        clients, states = len(received), [each.entries for each in received]
-        distances = squared_distances(states, network.trained & network.sent)
+    def fold(self, server: Server) -> Folded:
+        clients, states = len(server.received), [each.entries for each in server.received]
+        distances = squared_distances(states, server.network.trained & server.network.sent)
         near = distances.sort(dim=1).values[:, 1 : clients - self.num_malicious - 1]  # without the client itself
         count = self.num_selected or clients - self.num_malicious - 2
         best = sorted(near.sum(dim=1).argsort(stable=True)[:count].tolist())
-        return Aggregated(entries=weighted_mean([states[index] for index in best], [1 / count] * count))
+        return Folded(entries=weighted_mean([states[index] for index in best], [1 / count] * count))
 
 
 @method
@@ -58,4 +54,4 @@ def krum(base: Method, *, num_malicious: int = 0) -> Method:
     ``num_malicious``: number of clients that may send arbitrary uploads; at least 2 num_malicious + 3 clients must take
     part.
     """
-    return base.with_aggregation(Krum(num_malicious))
+    return base.with_rule(Krum(num_malicious))

@@ -4,31 +4,29 @@ Yin et al. 2018, arXiv:1803.01498, option I. Clients count equally. The median o
 middle two.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
-from typing_extensions import override
-
-from ..core.aggregation import Aggregated, Received, RobustAggregation
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.states import ServerState
+from ..core.rule import Folded, Rule, Server
+
+ROBUST = "robust aggregation protects, and one faulty client could corrupt the rest"
 
 
 @dataclass(frozen=True)
-class Median(RobustAggregation):
+class Median(Rule):
     """The coordinate-wise median."""
 
+    aggregates = True
     weighs = False
+    needs_entries_only = ROBUST
 
-    @override
-    def __call__(self, network: Network, server: ServerState, received: Sequence[Received]) -> Aggregated:
-        trim = (len(received) - 1) // 2
-        return Aggregated(entries=compute_trimmed_mean([each.entries for each in received], trim))
+    def fold(self, server: Server) -> Folded:
+        trim = (len(server.received) - 1) // 2
+        return Folded(entries=compute_trimmed_mean([each.entries for each in server.received], trim))
 
 
 @method
 def median(base: Method) -> Method:
     """Aggregate the uploads of ``base`` by their coordinate-wise median instead of the mean."""
-    return base.with_aggregation(Median())
+    return base.with_rule(Median())

@@ -14,8 +14,7 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, Step
 from ..utils.errors import require
 from ..utils.state import State
 
@@ -47,7 +46,6 @@ def moon(base: Method, *, mu: float = 1.0, tau: float = 0.5, features: str = "la
     """Add the model-contrastive loss to ``base``; needs clients that keep state.
 
     Args:
-        base: The base method; None: FedAvg.
         mu: Strength of the loss.
         tau: Temperature of the similarities.
         features: Layer of the network whose inputs are compared; ``last``: the classifier.

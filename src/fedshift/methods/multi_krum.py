@@ -16,4 +16,4 @@ def multi_krum(base: Method, *, num_malicious: int = 0, num_selected: int | None
     ``num_malicious``: number of clients that may send arbitrary uploads. ``num_selected=None`` selects all except
     num_malicious + 2 of a round's clients.
     """
-    return base.with_aggregation(Krum(num_malicious, num_selected))
+    return base.with_rule(Krum(num_malicious, num_selected))

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from ..core.declarations import Phase
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Rule, Step
+from ..core.rule import Client, Declared, Network, Phase, Rule, Step
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
 from ..utils.errors import require

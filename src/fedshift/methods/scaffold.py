@@ -11,12 +11,10 @@ common direction.
 
 import torch
 
-from ..core.declarations import Send
 from ..core.method import Method, method
-from ..core.network import Network
-from ..core.rule import Client, Declared, Folded, Rule, Server, Step
-from ..core.server_optimizer import Momentum
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
 from ..utils.state import State, pick
+from .fedavgm import Momentum
 
 
 class ControlVariates(Rule):
@@ -58,5 +56,5 @@ def scaffold(base: Method, *, server_lr: float = 1.0) -> Method:
     ``server_lr``: the server's step size eta_g along the mean change of the models; a value other than 1 acts as the
     server optimizer.
     """
-    stepped = base if server_lr == 1 else base.with_server(Momentum(lr=float(server_lr)))
+    stepped = base if server_lr == 1 else base.with_rule(Momentum(lr=server_lr))
     return stepped.with_rule(ControlVariates())

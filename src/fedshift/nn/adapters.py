@@ -16,12 +16,14 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..config.catalog import Catalog
 from ..utils.errors import UsageError
 from ..utils.words import join_some
-from .recognition import runs_as_torch, torch_kind
+from .recognition import runs_as_torch
+from .scaled_std_conv import ScaledStd
 from .surgery import NORMALIZATION, is_foreign_normalization
 
 CONSTANTS = "_constants"
@@ -30,7 +32,7 @@ NAMED = 8
 """Maximum number of layers that a message lists."""
 KINDS = {
     "linear": lambda layer: isinstance(layer, nn.Linear),
-    "pointwise": lambda layer: isinstance(layer, nn.modules.conv._ConvNd) and set(layer.kernel_size) == {1},
+    "pointwise": lambda layer: isinstance(layer, _ConvNd) and set(layer.kernel_size) == {1},
 }
 """Words for layers by type, in ``targets``."""
 INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
@@ -93,52 +95,49 @@ class Lora:
 
     def _choose(self, module: nn.Module, head: nn.Module) -> list[str]:
         """Return the names of the layers to adapt."""
-        found, parts = [], [part.strip() for part in self.targets.split("|")]
         layers = {name: layer for name, layer in module.named_modules() if name and layer is not head}
-        inside = {id(part): at for at, each in layers.items() if isinstance(each, INSIDE) for part in each.modules()}
-        possible = [name for name, layer in layers.items() if _why_not(layer) == "" and id(layer) not in inside]
-        for part in parts:
-            if part in KINDS:
-                matching = [name for name in possible if KINDS[part](layers[name])]
+        readers = {id(part): at for at, each in layers.items() if isinstance(each, INSIDE) for part in each.modules()}
+        reasons = {name: _explain_unsuitable(layer, readers.get(id(layer))) for name, layer in layers.items()}
+        suitable = [name for name, reason in reasons.items() if not reason]
+        known = join_some(map(repr, suitable), shown=NAMED) if suitable else "none that it could adapt"
+        chosen: list[str] = []
+        for target in (each.strip() for each in self.targets.split("|")):
+            if target in KINDS:
+                matching = [name for name in suitable if KINDS[target](layers[name])]
             else:
-                matching = [
-                    name
-                    for name, layer in layers.items()
-                    if (fnmatchcase(name, part) or fnmatchcase(name.rpartition(".")[2], part)) and layer._parameters
-                ]
+                held = [name for name, layer in layers.items() if layer._parameters]
+                matching = [each for each in held if any(fnmatchcase(n, target) for n in (each, each.split(".")[-1]))]
             if not matching:
-                named = join_some(map(repr, possible), shown=NAMED) if possible else "no layer that it could adapt"
                 raise UsageError(
-                    f"lora: targets={self.targets!r}: the model has no layer {part!r} beside its classifier. It has "
-                    f"{named}: give their names or last parts joined by |, linear or pointwise"
+                    f"lora: targets={self.targets!r}: the model has no layer {target!r} beside its classifier. It has "
+                    f"{known}: give their names or last parts joined by |, linear or pointwise"
                 )
             for name in matching:
-                within = inside.get(id(layers[name]))
-                why = _why_not(layers[name]) if within is None else f"is read by {within!r} without being called"
-                if why:
+                if reasons[name]:
                     raise UsageError(
-                        f"lora: targets={self.targets!r} names layer {name!r}, which {why}: name other layers, such as "
-                        f"{join_some(map(repr, possible), shown=NAMED) if possible else 'none of this model'}"
+                        f"lora: targets={self.targets!r} names layer {name!r}, which {reasons[name]}: name other "
+                        f"layers, such as {known}"
                     )
-            found += matching
-        return list(dict.fromkeys(found))
+            chosen += matching
+        return list(dict.fromkeys(chosen))
 
 
-def _why_not(layer: nn.Module) -> str:
-    """Return why a layer cannot be adapted, as a predicate; empty if it can."""
-    kind = torch_kind(layer)
+def _explain_unsuitable(layer: nn.Module, reader: str | None) -> str:
+    """Return why a layer cannot be adapted, as a predicate; empty if it can. ``reader``: reads its weights."""
+    if reader is not None:
+        return f"is read by {reader!r} without being called"
     if not isinstance(layer, nn.Linear | nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return f"is a {type(layer).__name__}, neither linear nor a convolution"
-    if not runs_as_torch(layer) or kind.__name__.startswith("ScaledStd"):
+    if not runs_as_torch(layer) or isinstance(layer, ScaledStd):
         return f"is a {type(layer).__name__}, which computes something else than torch's layer"
     if is_parametrized(layer):
         return "has a parametrization"
-    if isinstance(layer, nn.modules.conv._ConvNd):
-        if layer.groups > 1:
-            return f"has {layer.groups} groups"
-        if layer.padding_mode != "zeros" or set(layer.dilation) != {1} or isinstance(layer.padding, str):
-            return "is dilated, or pads in another way than by a number of zeros"
-    return ""
+    if isinstance(layer, nn.Linear):
+        return ""
+    if layer.groups > 1:
+        return f"has {layer.groups} groups"
+    plain = layer.padding_mode == "zeros" and set(layer.dilation) == {1} and not isinstance(layer.padding, str)
+    return "" if plain else "is dilated, or pads in another way than by a number of zeros"
 
 
 def find_last_layer(module: nn.Module) -> nn.Module:
@@ -152,12 +151,9 @@ def _stays(layer: nn.Module, head: nn.Module) -> bool:
 
 def _fix(layer: nn.Module) -> None:
     """Turn the layer's parameters into constants."""
-    fixed = {name: parameter.detach() for name, parameter in layer._parameters.items() if parameter is not None}
-    for name in fixed:
-        del layer._parameters[name]
-    if fixed:
-        layer.__dict__.update(fixed)
-        layer.__dict__[CONSTANTS] = tuple(fixed)
+    if fixed := {name: parameter.detach() for name, parameter in layer._parameters.items() if parameter is not None}:
+        layer._parameters = {name: None for name in layer._parameters if name not in fixed}
+        layer.__dict__ |= fixed | {CONSTANTS: tuple(fixed)}
 
 
 def list_constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -174,10 +170,8 @@ def merge_adapters(module: nn.Module) -> nn.Module:
     The network has the layers and names that it had before :class:`Lora` changed it; without adapters it is unchanged.
     """
     for name, layer in list(module.named_modules()):
-        if type(layer).__module__.startswith("peft."):
-            merged: Any = layer
-            if not hasattr(merged, "get_base_layer"):
-                continue
+        merged: Any = layer
+        if type(layer).__module__.startswith("peft.") and hasattr(layer, "get_base_layer"):
             merged.merge()
             holder, _, last = name.rpartition(".")
             setattr(module.get_submodule(holder), last, merged.get_base_layer())

@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from .recognition import list_hooks
+
 USUAL = frozenset(vars(nn.Module())) | {"training"}
 """Attributes of every layer: its entries, submodules and hooks."""
 PLAIN = (bool, int, float, complex, str, bytes, type(None))
@@ -64,8 +66,7 @@ def list_attributes(module: nn.Module) -> dict[str, Attribute]:
     search = _Search(dict((*module.named_parameters(), *module.named_buffers())))
     for name, layer in module.named_modules():
         where = f"layer {name!r} of the model ({type(layer).__name__})" if name else f"the model {type(layer).__name__}"
-        hooks = [hook for key, held in vars(layer).items() if "hooks" in key and key in USUAL for hook in held.values()]
-        search.add(where, "hooks", hooks, _keep)
+        search.add(where, "hooks", list_hooks(layer), _keep)
         for key in sorted(vars(layer).keys() - USUAL):
             search.add(where, key, vars(layer)[key], partial(setattr, layer, key))
         for kind in filter(_is_searched, type(layer).__mro__[:-1]):

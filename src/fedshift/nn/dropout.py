@@ -23,7 +23,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from ..utils.errors import UsageError
 from ..utils.random_streams import key_bits
-from .recognition import find_hooks, runs_as_torch
+from .recognition import list_hooks, runs_as_torch
 from .surgery import replace_modules
 
 _MASK = 0xFFFFFFFF
@@ -143,12 +143,12 @@ def key_dropouts(module: nn.Module) -> nn.Module:
     Other layers (AlphaDropout, subclasses with another ``forward``, layers with hooks) draw from torch's generator,
     which engines seed for each client and round.
     """
-    return replace_modules(module, _make_keyed)
 
+    def make(_name: str, layer: nn.Module) -> nn.Module | None:
+        if not isinstance(layer, _DropoutNd) or isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
+            return None
+        if not runs_as_torch(layer) or layer._modules or list_hooks(layer):
+            return None
+        return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout))
 
-def _make_keyed(_name: str, layer: nn.Module) -> nn.Module | None:
-    if not isinstance(layer, _DropoutNd) or isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
-        return None
-    if not runs_as_torch(layer) or layer._modules or find_hooks(layer):
-        return None
-    return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout))
+    return replace_modules(module, make)

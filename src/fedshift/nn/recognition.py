@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
-from typing import Any, NamedTuple, Self, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -25,15 +25,14 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from ..utils.errors import UsageError
+from ..utils.random_streams import torch_stream
 
 KNOWN = ("weight", "bias", "running_mean", "running_var", "num_batches_tracked")
 """Entries of torch's normalization layers, convolutions and linear layers."""
 STEPS = ("forward", "_conv_forward", "__call__", "_call_impl")
 """Methods that determine what a layer computes."""
-HOOKS = (
-    "_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_state_dict_hooks",
-    "_state_dict_pre_hooks", "_load_state_dict_pre_hooks", "_load_state_dict_post_hooks",
-)  # fmt: skip
+HOOKS = [name for name in vars(nn.Module()) if name.endswith("_hooks")]
+"""Attributes of every layer that hold hooks."""
 BATCH = 4
 """Number of samples in a trial run of a layer."""
 CLOSE = 1e-4
@@ -70,9 +69,8 @@ def find_parts(layer: nn.Module) -> dict[str, nn.Module] | None:
         return None
     if runs_as_torch(layer):
         return {}
-    tried = [_agrees(layer, x, training=training) for x in _make_inputs(layer) for training in (True, False)]
-    agreed = [each for each in tried if each is not None]
-    return dict(layer.named_children()) if agreed and all(agreed) else None
+    agreed = {_agrees(layer, x, training=training) for x in _make_inputs(layer) for training in (True, False)}
+    return dict(layer.named_children()) if agreed - {None} == {True} else None
 
 
 def require_understood(name: str, layer: nn.Module, what: str) -> dict[str, nn.Module]:
@@ -101,38 +99,29 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class FunctionCalls(TorchFunctionMode):
-    """Inside the block, collects the calls of ``functions`` in a network, in order."""
+@contextmanager
+def recorded_calls(module: nn.Module, functions: Collection[Function]) -> Iterator[list[Call]]:
+    """Yield a list to which the calls of ``functions`` in a network are added inside the block, in order."""
+    calls, entered = list[Call](), [("", module)]
 
-    def __init__(self, module: nn.Module, functions: Collection[Function]) -> None:
-        super().__init__()
-        self.found: list[Call] = []
-        self._module, self._functions = module, functions
-        self._entered: list[tuple[str, nn.Module]] = []
+    class Recorder(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func in functions:
+                calls.append(Call(*entered[-1], func, args, kwargs or {}))
+            return func(*args, **kwargs or {})
 
-    def __enter__(self) -> Self:
-        self._handles = [
-            handle
-            for name, layer in self._module.named_modules()
-            for handle in (
-                layer.register_forward_pre_hook(lambda each, _, at=name: self._entered.append((at, each))),
-                layer.register_forward_hook(lambda *_: self._entered.pop() and None, always_call=True),
-            )
-        ]
-        return super().__enter__()  # type: ignore[no-any-return, no-untyped-call]
-
-    def __exit__(self, *raised: object) -> None:
-        for handle in self._handles:
-            handle.remove()
-        super().__exit__(*raised)  # type: ignore[no-untyped-call]
-
-    def __torch_function__(
-        self, func: Function, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        if func in self._functions:
-            inside = self._entered[-1] if self._entered else ("", self._module)
-            self.found.append(Call(*inside, func, args, kwargs or {}))
-        return func(*args, **kwargs or {})
+    handles = [
+        handle
+        for at in module.named_modules()
+        for handle in (
+            at[1].register_forward_pre_hook(lambda *_, at=at: entered.append(at)),
+            at[1].register_forward_hook(lambda *_: entered.pop() and None, always_call=True),
+        )
+    ]
+    with placed_hooks(handles), Recorder():
+        yield calls
 
 
 def is_scaled(layer: _ConvNd) -> bool:
@@ -143,25 +132,20 @@ def is_scaled(layer: _ConvNd) -> bool:
     """
     if runs_as_torch(layer) or is_parametrized(layer) or layer.transposed:
         return False
-    copied, kernels = _copy_with_random_entries(layer).eval(), list[Tensor]()
+    copied = _copy_with_random_entries(layer).eval()
     for name, entry in copied.named_parameters():
         if name not in KNOWN:
             entry.data.fill_(1)
-    for change in (lambda weight: weight, lambda weight: 2 * weight + 3):
-        copied.weight.data = change(copied.weight.data)  # type: ignore[no-untyped-call]
-        size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
-        try:
-            with torch.no_grad(), FunctionCalls(copied, CONVOLUTIONS) as calls:
-                copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
-        except Exception:  # a user's layer may raise any type
-            return False
-        kernels += [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls.found]
-    if len(kernels) != 2:
+    size = [(extent - 1) * step + 1 for extent, step in zip(layer.kernel_size, layer.dilation, strict=True)]
+    with recorded_calls(copied, CONVOLUTIONS) as calls, suppress(Exception), torch.no_grad():  # of a user's layer
+        for factor, term in ((1, 0), (2, 3)):
+            copied.weight.data = factor * copied.weight.data + term
+            copied(torch.zeros(1, layer.in_channels, *size, dtype=torch.float64))
+    kernels = [(call.args[1] if len(call.args) > 1 else call.kwargs["weight"]).flatten(1) for call in calls]
+    if len(kernels) != 2 or not torch.allclose(kernels[0], kernels[1], rtol=SCALED, atol=SCALED):
         return False
-    one, other = kernels
-    squares, centered = one.square().sum(1), one.mean(1).abs() <= SCALED
-    same = torch.allclose(one, other, rtol=SCALED, atol=SCALED)
-    return same and bool((centered & (squares > 0.5) & (squares < 5)).all())
+    squares, centered = kernels[0].square().sum(1), kernels[0].mean(1).abs() <= SCALED
+    return bool((centered & (squares > 0.5) & (squares < 5)).all())
 
 
 @contextmanager
@@ -173,67 +157,54 @@ def placed_hooks(handles: Iterable[RemovableHandle]) -> Iterator[None]:
         yield
 
 
-def find_hooks(layer: nn.Module) -> set[object]:
-    """Return the ids of hooks registered on ``layer``."""
-    return {id(hook) for kind in HOOKS for hook in getattr(layer, kind, {}).values()}
+def list_hooks(layer: nn.Module) -> list[Any]:
+    """Return the hooks registered on ``layer``."""
+    return [hook for name in HOOKS for hook in getattr(layer, name).values()]
 
 
-def _make_inputs(layer: nn.Module) -> Iterator[Tensor]:
-    """Yield reproducible random inputs, float64, in shapes that torch's layer of this type accepts."""
-    generator = torch.Generator().manual_seed(0)
-    for shape in _input_shapes(layer):
-        yield torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64)
-
-
-def _input_shapes(layer: nn.Module) -> list[tuple[int, ...]]:
+def _make_inputs(layer: nn.Module) -> list[Tensor]:
+    """Return reproducible random inputs, float64, in shapes that torch's layer of this type accepts."""
+    shapes: list[tuple[int, ...]] = []
     if isinstance(layer, _BatchNorm | _InstanceNorm | nn.GroupNorm):
         channels = layer.num_channels if isinstance(layer, nn.GroupNorm) else layer.num_features
-        return [(channels, *[5] * pixels) for pixels in range(4)]
-    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        shapes = [(channels, *[5] * pixels) for pixels in range(4)]
+    elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         last = tuple(layer.normalized_shape)
-        return [last, (3, *last), *([(*last, 5, 5)] if len(last) == 1 else [])]
-    return [(8, 5, 5)] if isinstance(layer, nn.LocalResponseNorm | nn.CrossMapLRN2d) else []
+        shapes = [last, (3, *last), *([(*last, 5, 5)] if len(last) == 1 else [])]
+    elif isinstance(layer, nn.LocalResponseNorm | nn.CrossMapLRN2d):
+        shapes = [(8, 5, 5)]
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
 def _agrees(layer: nn.Module, x: Tensor, *, training: bool) -> bool | None:
     """Return whether ``layer`` equals torch's with its submodules on ``x``; None if either rejects ``x``."""
     forward = torch_kind(layer).forward
+    normalizers = [forward]
+    if isinstance(layer, nn.LayerNorm | nn.RMSNorm):
+        normalizers.append(lambda module, x: forward(module, x.movedim(1, -1)).movedim(-1, 1))
 
-    def along_channels(module: nn.Module, x: Tensor) -> Tensor:
-        out: Tensor = forward(module, x.movedim(1, -1)).movedim(-1, 1)
-        return out
-
-    def follow(normalize: Callable[..., Tensor], module: nn.Module, x: Tensor) -> Tensor:
-        out = normalize(module, x)
+    def follow(normalize: Function, module: nn.Module, x: Tensor) -> Tensor:
+        x = normalize(module, x)
         for part in module.children():
-            out = part(out)
-        return out
+            x = part(x)
+        return x
 
     actual = _run(layer, x, lambda module, x: module(x), training=training)
-    variants = (forward, along_channels) if isinstance(layer, nn.LayerNorm | nn.RMSNorm) else (forward,)
-    results = [_run(layer, x, partial(follow, variant), training=training) for variant in variants]
-    expected = [result for result in results if result is not None]
-    if actual is None or not expected:
+    expected = [_run(layer, x, partial(follow, each), training=training) for each in normalizers]
+    if actual is None or expected == [None] * len(expected):
         return None
-    return any(all(map(_is_close, actual, result)) for result in expected)
+    return any(all(map(_is_close, actual, result)) for result in expected if result is not None)
 
 
 @torch.no_grad()
-def _run(
-    layer: nn.Module, x: Tensor, forward: Callable[[nn.Module, Tensor], Tensor], *, training: bool
-) -> list[Tensor] | None:
-    """Return the output of ``forward`` for a copy of ``layer`` and ``x``, and the copy's buffers; None if it fails.
-
-    Torch's generator is restored.
-    """
+def _run(layer: nn.Module, x: Tensor, forward: Function, *, training: bool) -> list[Tensor] | None:
+    """Return the output of ``forward`` for a copy of ``layer`` and ``x``, and the copy's buffers; None if it fails."""
     module = _copy_with_random_entries(layer).train(training)
-    with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(0)  # torch.manual_seed also seeds devices, which takes longer than the run
-        try:
-            out = forward(module, x.clone())
-        except Exception:  # a user's layer may raise any type
-            return None
-    return [out, *module.buffers()] if isinstance(out, Tensor) else None
+    with torch_stream(0, "recognition"), suppress(Exception):  # a user's layer may raise any type
+        out = forward(module, x.clone())
+        return [out, *module.buffers()] if isinstance(out, Tensor) else None
+    return None
 
 
 def _is_close(one: Tensor, other: Tensor) -> bool:

@@ -8,6 +8,7 @@ fan-in is that of the kernels that make one output channel.
 
 from __future__ import annotations
 
+import math
 from typing import Any, Literal, Self
 
 import torch
@@ -25,6 +26,14 @@ TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 def count_fan_in(layer: _ConvNd) -> int:
     """Return the number of weights of one output channel."""
     return layer.weight.numel() // layer.out_channels
+
+
+def standardize(weight: Tensor, over: tuple[int, ...]) -> Tensor:
+    """Return kernels with mean 0 and variance 1/N over the N weights along the dimensions ``over``."""
+    centered = weight - weight.mean(dim=over, keepdim=True)
+    fan_in = math.prod(weight.shape[dim] for dim in over)
+    variance = centered.square().sum(dim=over, keepdim=True) / (fan_in - 1)  # 16 times faster than torch.var_mean
+    return centered * torch.rsqrt((variance * fan_in).clamp(min=EPS))
 
 
 class ScaledStd(nn.Module):
@@ -55,11 +64,7 @@ class ScaledStd(nn.Module):
 
     def standardized_weight(self) -> Tensor:
         """Return the standardized kernel, in the shape of ``weight``."""
-        over = tuple(range(1, self.weight.ndim))
-        fan_in = self.weight[0].numel()
-        centered = self.weight - self.weight.mean(dim=over, keepdim=True)
-        variance = centered.square().sum(dim=over, keepdim=True) / (fan_in - 1)  # 16 times faster than torch.var_mean
-        return centered * torch.rsqrt((variance * fan_in).clamp(min=EPS)) * self.gain
+        return standardize(self.weight, tuple(range(1, self.weight.ndim))) * self.gain
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolve ``x`` ``[N, I, ...]`` with the standardized kernel."""
@@ -75,12 +80,8 @@ class ScaledStdTransposed(ScaledStd):
         """Return the standardized kernel, in the shape of ``weight``."""
         inputs, outputs, *kernel = self.weight.shape
         grouped = self.weight.reshape(self.groups, inputs // self.groups, outputs, *kernel)
-        over = (1, *range(3, grouped.ndim))
-        fan_in = grouped[0, :, 0].numel()
-        centered = grouped - grouped.mean(dim=over, keepdim=True)
-        variance = centered.square().sum(dim=over, keepdim=True) / (fan_in - 1)
         gain = self.gain.reshape(len(grouped), 1, outputs, *[1] * len(kernel))
-        return (centered * torch.rsqrt((variance * fan_in).clamp(min=EPS)) * gain).reshape(self.weight.shape)
+        return (standardize(grouped, (1, *range(3, grouped.ndim))) * gain).reshape(self.weight.shape)
 
     def forward(self, x: Tensor, output_size: list[int] | None = None) -> Tensor:
         """Convolve ``x`` ``[N, I, ...]`` with the standardized kernel, transposed."""

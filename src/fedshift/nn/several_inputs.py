@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from itertools import accumulate
 from math import prod
 from typing import Any, Literal, TypeVar, get_args
 
+import torch
 from torch import Tensor, nn
 
 from ..utils.errors import UsageError
@@ -59,12 +60,11 @@ def name_inputs(inputs: Sequence[Input]) -> str:
 
 def divide_rows(x: Tensor, inputs: Sequence[Input]) -> dict[str, Tensor]:
     """Return each input ``[N, *shape]`` in rows ``x [N, P]``, by name; floats have the type of ``x``."""
-    ends = list(accumulate(each.size for each in inputs))
-    parts = {}
-    for each, end in zip(inputs, ends, strict=True):
-        part = x[:, end - each.size : end].reshape(x.shape[0], *each.shape)
-        parts[each.name] = part if each.is_float else part.long() if each.kind == "integers" else part != 0
-    return parts
+    divided = {}
+    for each, columns in zip(inputs, torch.split(x, [each.size for each in inputs], dim=1), strict=True):
+        values = columns.reshape(len(x), *each.shape)
+        divided[each.name] = values if each.is_float else values.long() if each.kind == "integers" else values.bool()
+    return divided
 
 
 @dataclass(frozen=True)
@@ -106,23 +106,20 @@ def take_inputs(network: M, inputs: Inputs) -> M:
 
 def _match(network: nn.Module, inputs: Inputs) -> bool:
     """Return whether ``network`` is given its inputs by name, rather than in order."""
-    taken = inspect.signature(network.forward).parameters
-    kinds = inspect.Parameter
-    named = {name: each for name, each in taken.items() if each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)}
-    placed = [each for each in named.values() if each.kind != kinds.KEYWORD_ONLY]
-    needed = {name for name, each in named.items() if each.default is kinds.empty}
-    names = {each.name for each in inputs}
-    positional = {name for name, each in named.items() if each.kind == kinds.POSITIONAL_ONLY}
-    if not named and any(each.kind == kinds.VAR_KEYWORD for each in taken.values()):
+    taken, kinds = inspect.signature(network.forward).parameters.values(), inspect.Parameter
+    named = [each for each in taken if each.kind not in (kinds.VAR_POSITIONAL, kinds.VAR_KEYWORD)]
+    bind = inspect.Signature(named or [*taken]).bind
+    names = [each.name for each in inputs]
+    with suppress(TypeError):
+        bind(**dict.fromkeys(names))
         return True
-    if names <= named.keys() - positional and needed <= names:
-        return True
-    fits = len(inputs) in (len(placed), len(needed)) and needed <= {each.name for each in placed}
-    if fits and not names & named.keys() - positional:
-        return False
-    if not named and any(each.kind == kinds.VAR_POSITIONAL for each in taken.values()):
-        return False
-    shown = ", ".join(str(each.replace(annotation=kinds.empty)) for each in taken.values()) or "none"
+    counts = [each.kind != kinds.KEYWORD_ONLY for each in named], [each.default is kinds.empty for each in named]
+    alike = {each.name for each in named if each.kind != kinds.POSITIONAL_ONLY}.intersection(names)
+    with suppress(TypeError):
+        bind(*names)
+        if not named or (len(names) in map(sum, counts) and not alike):
+            return False
+    shown = ", ".join(str(each.replace(annotation=kinds.empty)) for each in taken) or "none"
     raise UsageError(
         f"the data have the inputs {name_inputs(inputs)}, and the network's forward takes {shown}: give the inputs the "
         "names of its parameters, or as many as it takes, in its order; leave out of the samples what is no input"

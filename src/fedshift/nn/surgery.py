@@ -26,7 +26,7 @@ from typing_extensions import override
 from ..utils.errors import UsageError
 from .convolution import FastConv2d
 from .hybrid_batch_norm import HybridBatchNorm
-from .recognition import Function, find_hooks, is_scaled, require_understood, runs_as_torch, torch_kind
+from .recognition import Function, is_scaled, list_hooks, require_understood, runs_as_torch, torch_kind
 from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
@@ -85,7 +85,7 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
     if layer in after:
         return
     lost = [f"submodule {part!r}" for part, child in layer.named_children() if child not in after]
-    lost += ["hooks"] if find_hooks(layer) - find_hooks(new) else []
+    lost += ["hooks"] if {*map(id, list_hooks(layer))} - {*map(id, list_hooks(new))} else []
     if lost:
         raise UsageError(
             f"layer {name!r} is a {type(layer).__name__} with {', '.join(lost)}, which its replacement by "

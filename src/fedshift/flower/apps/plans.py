@@ -21,6 +21,7 @@ from ...core.method import Method
 from ...core.optimizer import SGD
 from ...core.plan import Plan
 from ...core.preparation import apply_surgery, prepare
+from ...core.rule import HOOKS, Rule
 from ...core.selection import nothing
 from ...core.step import transform_gradients
 from ...methods.agc import Clipping
@@ -38,7 +39,7 @@ EXPERIMENT, ROUNDS, FIRST = "fedshift-experiment", "fedshift-rounds", "fedshift-
 of this node (0: none); for a node without one, first values of its local entries (safetensors)."""
 MARK = "_fedshift_surgery"
 """Attribute of a network: the surgery that it had."""
-OUTSIDE = {"name", "typed", "components", "surgery", "scope", "aggregate", "weighting", "server"}
+OUTSIDE = {"name", "typed", "components", "surgery", "scope", "weighting"}
 """Choices of a method that are made outside the training loop."""
 IN_ANY_LOOP = (Clipping, Proximal)
 """Rules that only change gradients, for :func:`transform_gradients_`."""
@@ -87,7 +88,7 @@ def transform_gradients_(method: Method, model: nn.Module, received: State | Non
     params: State = {name: param for name, param in model.named_parameters() if param.grad is not None}
     grads = {name: param.grad for name, param in params.items() if param.grad is not None}
     near = received or {}
-    for bound in plan.rules:
+    for bound in (plan.rules[index] for index in plan.defines("gradients")):
         for name in params if bound.rule.needs_shared else ():
             if name not in near or near[name].data_ptr() == params[name].data_ptr():
                 raise UsageError(
@@ -146,13 +147,17 @@ def take_single(records: Mapping[str, T], what: str) -> tuple[str, T]:
 
 def _list_choices_in_the_loop(method: Method) -> str:
     """Return every choice that differs from FedAvg's and is made in the training loop, with its value."""
-    others = tuple(rule for rule in method.rules if not isinstance(rule, IN_ANY_LOOP))
+    others = tuple(rule for rule in method.rules if not (isinstance(rule, IN_ANY_LOOP) or _acts_on_the_server(rule)))
     chosen, usual = vars(replace(method, rules=others)), vars(Method())
     choices = {name: value for name, value in chosen.items() if name not in OUTSIDE and value != usual[name]}
     if others:
         choices["rules"] = ", ".join(rule.source_method for rule in others)
     if method.scope.begin is not nothing:
         choices["scope.begin"] = method.scope.begin
-    if isinstance(method.aggregate, NormalizedAveraging):
-        choices["aggregate, which needs numbers of local steps,"] = method.aggregate
     return ", ".join(f"{name} = {value}" for name, value in choices.items())
+
+
+def _acts_on_the_server(rule: Rule) -> bool:
+    """Return whether a rule only changes the aggregation, and needs no numbers of local steps, which no app sends."""
+    folds = (rule.aggregates or rule.moves) and not isinstance(rule, NormalizedAveraging)
+    return folds and all(getattr(type(rule), hook) is getattr(Rule, hook) for hook in HOOKS if hook != "fold")

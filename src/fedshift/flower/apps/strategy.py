@@ -42,7 +42,7 @@ from ..messages import RefusedMessage, check_state, check_update, check_weight, 
 from .plans import EXPERIMENT, FIRST, ROUNDS, resolve_plan, take_single
 
 LOG = logging.getLogger("flwr")
-STATES = ("shared", "optimizer", "kept", "first")
+STATES = ("shared", "kept", "first")
 """Prefixes of the states in a checkpoint."""
 
 
@@ -77,7 +77,7 @@ class MethodStrategy(FedAvg):
             if not 0 <= value <= 1:
                 raise UsageError(f"{name}={value}: give a fraction of the nodes, from 0 to 1")
         self.plan = resolve_plan(method, model, seed)
-        check_client_count(method.aggregate, max(self.min_train_nodes, 1))
+        check_client_count(method, max(self.min_train_nodes, 1))
         self.most_examples, self.checkpoint = most_examples, Path(checkpoint) if checkpoint else None
         self.server, self._first, self.experiment = init_server(self.plan), State(), token_hex(4)
         self._finished: dict[int, int] = {}  # the last round of each node
@@ -101,9 +101,9 @@ class MethodStrategy(FedAvg):
     @override
     def summary(self) -> None:
         """Log the method, the entries that are sent, and the settings of FedAvg."""
-        plan, private = self.plan, self.plan.method.aggregate
+        plan, private = self.plan, self.plan.method.aggregator
         counts = [len(names) for names in (plan.loaded, plan.sent, plan.personal)]
-        calls = ", and its loop calls fedshift.flower.transform_gradients_" if plan.method.rules else ""
+        calls = ", and its loop calls fedshift.flower.transform_gradients_" if plan.defines("gradients") else ""
         text = "\t├──> Method: %s; a client loads %d entries, sends %d, keeps %d in a folder %s%s"
         LOG.info(text, plan.method.label, *counts, self.experiment, calls)
         if isinstance(private, PrivateMean) and not private.secret:
@@ -151,7 +151,7 @@ class MethodStrategy(FedAvg):
         check_state(after.shared, self.server.shared, result)
         self.server, self._open = after, None
         self._finished |= {int(node): after.round for node in self._updates}
-        if isinstance(private := self.plan.method.aggregate, PrivateMean):
+        if isinstance(private := self.plan.method.aggregator, PrivateMean):
             guarantee = describe_guarantee(replace(private, secret=True), 1.0, after.round)
             LOG.info("With noise that nobody can reproduce: %s", guarantee)
         metrics = self.train_metrics_aggr_fn([reply.content for reply in valid], self.weighted_by_key)
@@ -275,7 +275,7 @@ class MethodStrategy(FedAvg):
 
     def _save(self, path: Path) -> None:
         server = self.server
-        states = (server.shared, server.optimizer, server.kept, self._first)
+        states = (server.shared, join_states(self.plan.rule_names, server.kept), self._first)
         facts = {"method": self.plan.method.text, "round": server.round, "experiment": self.experiment}
         path.parent.mkdir(parents=True, exist_ok=True)
         save_checkpoint(path, join_states(STATES, states), {**facts, "finished": sorted(self._finished.items())})
@@ -283,8 +283,9 @@ class MethodStrategy(FedAvg):
     def _restore(self, path: Path) -> None:
         tensors, facts = load_checkpoint(path)
         refuse_other({"method": facts["method"]}, {"method": self.plan.method.text})
-        shared, optimizer, kept, self._first = split_state(STATES, tensors)
+        shared, kept, self._first = split_state(STATES, tensors)
         check_state(shared, self.server.shared, f"{path} (of this model, or name another file)")
         ordered = {name: shared[name] for name in self.server.shared}
-        self.server = replace(self.server, round=facts["round"], shared=ordered, optimizer=optimizer, kept=kept)
+        parts = split_state(self.plan.rule_names, kept)
+        self.server = replace(self.server, round=facts["round"], shared=ordered, kept=parts)
         self._finished, self.experiment = dict(facts["finished"]), facts["experiment"]

@@ -88,7 +88,7 @@ class RemoteEngine(Engine):
         self.uploads: dict[str, str] = {}
         self._lengths, self._away = UpdateLengths(options.update_bound), frozenset[str]()
         least = min(options.clients, len(settings.draw_participants(seed, 1, tuple(data))))
-        check_client_count(plan.method.aggregate, least)
+        check_client_count(plan.method, least)
         self._memory = like_sends(plan)
         self._most_bytes = sum(entry.bytes + HEADER for entry in list_disclosures(plan))
         self._rows = RowReader(federation.task, federation.classes)

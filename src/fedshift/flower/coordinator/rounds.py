@@ -20,7 +20,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ...core.kernel import broadcast
-from ...core.shares import bound_shares
+from ...core.means import bound_shares
 from ...core.states import ServerState, Update
 from ...experiments.callbacks import Callback
 from ...experiments.settings import Settings

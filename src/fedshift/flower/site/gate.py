@@ -237,7 +237,7 @@ class Gate:
 
     def _identify(self, question: Exchange, trial: SiteTrial) -> str:
         """Return what is the same for two questions whose answers to one coordinator are the same bits."""
-        mechanism = find_mechanism(trial.plan.method.rules)
+        mechanism = find_mechanism(trial.plan.method.rules, clients=False)
         drawn = token_hex(8) if QUESTIONS[question.kind].uploads and mechanism and mechanism.secret else ""
         asked = {"facts": question.facts, "arrays": digest_records(question.arrays), "coordinator": self.coordinator}
         return _digest({**asked, "data": trial.data.fingerprint, "drawn": drawn})

@@ -286,14 +286,16 @@ class Limits(BaseModel):
     def _check_noise(self, review: TrialReview, whole: Collection[TrialReview], record: Record) -> None:
         """Check how much privacy all methods of an experiment spend."""
         told = f"{review.rounds} rounds"
-        self._check_epsilon("epsilon", "dp", find_mechanism((review.plan.method.aggregate,)), review.rounds, told)
+        self._check_epsilon(
+            "epsilon", "dp", find_mechanism(review.plan.method.rules, clients=True), review.rounds, told
+        )
         before = record.sum_spent(without=review.experiment)
         before += sum(each.seeds * each.spent for each in whole) - review.spent
         self._check_samples(review.plan, review.uses, before, told)
 
     def _check_samples(self, plan: Plan, uses: int, spent: float, told: str) -> None:
         told += " and the other uploads of this site" if spent else ""
-        mechanism = find_mechanism(plan.method.rules)
+        mechanism = find_mechanism(plan.method.rules, clients=False)
         self._check_epsilon("sample_epsilon", "dp_sgd", mechanism, uses, told, spent)
 
     def _check_epsilon(

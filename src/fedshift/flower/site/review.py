@@ -113,9 +113,9 @@ class TrialReview:
         if self.validates:
             return "nothing is trained on these data; counts are disclosed without noise"
         lines = []
-        if mechanism := find_mechanism((self.plan.method.aggregate,)):
+        if mechanism := find_mechanism(self.plan.method.rules, clients=True):
             lines.append(describe_guarantee(mechanism, 1.0, self.rounds, self.uncovered))
-        if mechanism := find_mechanism(self.plan.method.rules):
+        if mechanism := find_mechanism(self.plan.method.rules, clients=False):
             used = SampleUses(
                 passes={"this site": self.passes}, copies=self.copies, squares=self.uses,
                 assumes="no other site holds samples of this one",
@@ -183,7 +183,7 @@ def compute_spent(plan: Plan, uses: int) -> float:
     a / (2 z^2) (Mironov 2017, arXiv:1702.07476, Corollary 3), and divergences add up under composition (Proposition 1).
     The result is 0 without noise that a site can account for; a policy with ``sample_epsilon`` refuses this case.
     """
-    mechanism = find_mechanism(plan.method.rules)
+    mechanism = find_mechanism(plan.method.rules, clients=False)
     if not (mechanism and mechanism.secret and mechanism.noise_multiplier):
         return 0.0
     return uses / mechanism.noise_multiplier**2

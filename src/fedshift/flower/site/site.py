@@ -241,7 +241,7 @@ class Site:
             rounds=settings.rounds, measured=sum(map(settings.is_evaluated, range(1, settings.rounds + 1))),
             sites=int(asked["clients"]), samples=len(client.train), uncovered=list_uncovered(plan, settings, data),
             metrics=tuple(metric.name for metric in data.task.requested), validates=self.validates,
-            copies=count_copies({client.name: client.train}) if find_mechanism(method.rules) else 1,
+            copies=count_copies({client.name: client.train}) if find_mechanism(method.rules, clients=False) else 1,
             trial=f"{experiment}/{folder.name}",
         )  # fmt: skip
         self.gate.agree(review, asked, data.fingerprint)
