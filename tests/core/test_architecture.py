@@ -13,7 +13,6 @@ from fedshift.core.work import Work
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
-from fedshift.nn.linear import FastLinear
 from fedshift.utils.errors import UsageError
 
 
@@ -88,9 +87,3 @@ def test_shapes_types_and_shared_tensors_are_named():
         "1 torch.Linear(in_features=2, out_features=2) bias: none, weight: torch.float64(2, 2)",
         "2 torch.Linear(in_features=2, out_features=2) bias: none, weight: 0.weight",
     ]
-
-
-def test_layers_that_multiply_by_another_library_are_the_same_network():
-    usual, quick = nn.Linear(2, 2), nn.Linear(2, 2)
-    quick.__class__ = FastLinear
-    assert architecture(usual) == architecture(quick)

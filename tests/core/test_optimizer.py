@@ -2,7 +2,6 @@
 
 import math
 from functools import partial
-from importlib import import_module
 
 import pytest
 import torch
@@ -11,6 +10,10 @@ from safetensors.torch import load, save
 from fedshift.config.expressions import trust_only
 from fedshift.core.optimizer import OPTIMIZERS, SGD, AdamW, Optimizer, as_optimizer
 from fedshift.core.schedule import SCHEDULES, Cosine, Exponential, Schedule, StepDecay
+from fedshift.experiments.settings import Settings
+from fedshift.experiments.trial import Trial
+from fedshift.methods.ditto import ditto
+from fedshift.models.digits import small_cnn
 from fedshift.utils.errors import UsageError
 
 
@@ -66,20 +69,13 @@ OF_TORCH = [
     partial(torch.optim.SGD, momentum=0.9, dampening=0.5, maximize=True),
     partial(Leaky, leak=0.3),
 ]
+SETTINGS = [{}, {"weight_decay": 0.05}, {"momentum": 0.9}, {"momentum": 0.8, "nesterov": True, "weight_decay": 0.05}]
+DECAYED = {"lr": 0.02, "eps": 1e-4, "weight_decay": 0.3}
 PAIRS = [
-    (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
-    (SGD(lr=0.1, weight_decay=0.05), lambda p: torch.optim.SGD(p, lr=0.1, weight_decay=0.05)),
-    (SGD(lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
-    (
-        SGD(lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05),
-        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.8, nesterov=True, weight_decay=0.05),
-    ),
-    (AdamW(lr=0.1), lambda p: torch.optim.AdamW(p, lr=0.1)),
-    (
-        AdamW(lr=0.02, beta1=0.7, beta2=0.95, eps=1e-4, weight_decay=0.3),
-        lambda p: torch.optim.AdamW(p, lr=0.02, betas=(0.7, 0.95), eps=1e-4, weight_decay=0.3),
-    ),
-    (AdamW(lr=0.05, beta1=0.8, weight_decay=0.0), lambda p: torch.optim.Adam(p, lr=0.05, betas=(0.8, 0.999))),
+    *((SGD(lr=0.1, **given), partial(torch.optim.SGD, lr=0.1, **given)) for given in SETTINGS),
+    (AdamW(lr=0.1), partial(torch.optim.AdamW, lr=0.1)),
+    (AdamW(beta1=0.7, beta2=0.95, **DECAYED), partial(torch.optim.AdamW, betas=(0.7, 0.95), **DECAYED)),
+    (AdamW(lr=0.05, beta1=0.8, weight_decay=0.0), partial(torch.optim.Adam, lr=0.05, betas=(0.8, 0.999))),
 ]
 
 
@@ -90,7 +86,6 @@ PAIRS = [
 def test_equals_torch_optim(ours, theirs, joined, monkeypatch):
     """Also by operations on all parameters at once, as on a GPU; one has no gradient in the second step."""
     monkeypatch.setattr("fedshift.core.optimizer.may_join", lambda params: joined)
-    monkeypatch.setattr(import_module("torch.optim.adam"), "_get_capturable_supported_devices", lambda **_: ["cpu"])
     generator = torch.Generator().manual_seed(0)
     params = {name: torch.randn(3, 2, dtype=torch.float64, generator=generator) for name in ("w", "b")}
     modules = {name: params[name].clone().requires_grad_() for name in params}
@@ -214,13 +209,21 @@ def test_a_function_of_the_round_is_a_schedule():
     assert SCHEDULES.write(SCHEDULES.parse(warm_up)) == "tests.core.test_optimizer:warm_up"
 
 
+def test_a_rate_for_each_round_is_enough(tiny):
+    """Neither the dry run nor the evaluation after the last round asks for another."""
+    schedule = SCHEDULES.parse(lambda round: [0.5][round])
+    trial = Trial(ditto(), small_cnn, tiny, Settings(rounds=1, optimizer=SGD(lr=0.1, schedule=schedule)), 0)
+    trial.advance()
+    assert trial.evaluate()
+
+
 @pytest.mark.parametrize(
     ("given", "said"),
     [
         (RATES.ReduceLROnPlateau, "follows a measured value"),
         (RATES.StepLR, "torch.optim.lr_scheduler:StepLR failed in round 1: .*missing 1 required .*'step_size'"),
         (partial(CYCLE, cycle_momentum=True), "cycle_momentum"),
-        (partial(CYCLE, total_steps=4), "ends after 5 rounds, fewer than rounds=9"),
+        (partial(CYCLE, total_steps=4), "ends after 5 rounds: give it as many as rounds"),
         (lambda round: -1.0, "gives the learning rate -0.2 in round 1"),
         (lambda round: math.nan, "gives the learning rate nan in round 1"),
         (lambda: 1.0, "failed in round 1: .*positional argument"),

@@ -141,7 +141,7 @@ def test_rounds_are_timed_by_step_on_every_engine_that_can_run_them(
 
     monkeypatch.setattr(auto, "time_in_turns", time_in_turns)
     running = trial(data, method, **{"work": Work(batch_size=10, epochs=5), **changes})
-    monkeypatch.setattr(auto, "TIMED", timed * auto._count_step(running.plan, running.train))
+    monkeypatch.setattr(auto, "TIMED", timed * auto._count_step(running.plan, running.train) / auto.LITTLE)
     before = running.plan.initial["1.weight"].clone()
     found = auto._time_engines(running.plan, running.train, 5, 4, None, False)
     assert found == {name: 12 / count for name, count in steps.items()} | {"pool": 12 / steps["sequential"]}

@@ -39,7 +39,7 @@ class Watched(LazyStore):
 def read(store):
     data = {"a": Samples(x=store, y=torch.zeros(8, dtype=torch.int64))}
     engine = Sequential(prepare(fedavg(), nn.Linear(1, 1), optimizer=SGD(lr=0.1)), data, 0)
-    return (x.flatten().tolist() for x, _, _ in engine._iterate("a", BATCHES))
+    return (x.flatten().tolist() for x, _, _ in engine.iterate("a", BATCHES))
 
 
 def test_the_next_batch_is_read_while_one_is_used_and_none_beyond_it():

@@ -263,7 +263,7 @@ def test_a_saved_server_goes_on_as_if_it_never_stopped(local_grid, tmp_path):
         (fs.fedbn(fs.scaffold()), "method 'fedbn.scaffold' sets rules = scaffold, .*fedshift serve"),
         (fs.fedmmb(batches=5), "sets work = {'batches': 5"),
         (fs.tuned(lr=0.1), "sets optimizer = {'lr': 0.1"),
-        (fs.fednova(), "needs numbers of local steps"),
+        (fs.fednova(), "sets rules = fednova, which is not possible"),
         (replace(fs.fedavg(), freeze=2), "freeze = 2"),
         (replace(fs.fedavg(), pooled="same"), "pooled = same"),
         (fs.single(), "sends nothing"),

@@ -640,10 +640,10 @@ STATE = {
     "last batch": Case(mix_last, keep(last=lambda: None), "last"),
     "last gradient": Case(lambda net, x: net.a(x) * (1 + net.slope), keep_slope, "slope"),
     "list": Case(extend, keep(past=list), "past"),
+    "deque": Case(extend, keep(past=lambda: deque(maxlen=2)), "past"),
     "list with a late effect": Case(
         lambda net, x: last(net.past.append(0), net.a(x) * (1 + (len(net.past) > 100))), keep(past=list), "past"
     ),
-    "deque": Case(extend, keep(past=lambda: deque(maxlen=2)), "past"),
     "LSTM's state": Case(recur, keep(cell=lambda: nn.LSTM(6, 4), state=lambda: None), "state"),
     "initialized": Case(initialize, keep(initialized=bool, shift=float), "initialized|shift"),
     "annealed momentum": Case(anneal, keep(norm=lambda: nn.BatchNorm1d(5)), "norm.*momentum"),

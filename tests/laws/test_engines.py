@@ -14,6 +14,7 @@ from fedshift.methods.fedrep import fedrep
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import METHODS, by_name
 from tests.laws.course import ROUNDS, make_trial
+from tests.methods.plain import advance
 
 TWO = ("sequential", "stacked")
 POOLED = [method for method in METHODS if method.pooled]
@@ -45,8 +46,7 @@ def test_every_engine_weighs_as_the_loop_where_it_sums_uploads(steps, weighting,
     for engine in ("sequential", other_engine):
         work = Work(batch_size=4, steps=steps)
         running = make_trial(fedbn(fedavg(weighting=weighting)), engine, work=work, moments=("loaded",))
-        for _ in range(2):
-            running.advance()
+        advance(running, rounds=2)
         running.close()
         states.append(running.to_tensors()[0])
     assert distance(*states) <= 1e-9
@@ -83,8 +83,7 @@ def test_stacked_clients_equal_the_loop_for_one_step_in_float32(method):
 def test_every_engine_repeats_pooled_training_bit_for_bit(trial, course, method, engine):
     """As it repeats federated training with clients in another order (:mod:`tests.laws.test_methods`)."""
     again = trial(method, engine)
-    for _ in range(2):
-        again.advance()
+    advance(again, rounds=2)
     assert is_equal(again.to_tensors()[0], course(method, engine)[2].tensors)
 
 

@@ -1,7 +1,7 @@
 """Laws 3 to 8: what methods reduce to, what leaves a client, what stays, and which parameters are a network's."""
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -10,7 +10,6 @@ from torch import nn
 
 from fedshift.core.kernel import broadcast, client_final, client_init, init_client, init_server
 from fedshift.core.optimizer import SGD, AdamW
-from fedshift.core.rule import Rule
 from fedshift.core.server_round import server_round
 from fedshift.core.step import transform_gradients, update_
 from fedshift.core.work import Work
@@ -31,6 +30,8 @@ from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.state import is_equal, nbytes, pick
 from tests.laws.conftest import FEDERATED, by_name
 from tests.laws.course import CONSTANTS, ROUNDS, client_tensors, make_plan, make_trial, unequal
+from tests.methods.others import ClipNorm
+from tests.methods.plain import advance
 
 BATCH_NORM = {"first", "downsample.1", "second"}
 
@@ -38,8 +39,7 @@ BATCH_NORM = {"first", "downsample.1", "second"}
 @pytest.mark.sampled(1)
 def test_fedprox_without_its_term_is_fedavg(trial, course, engine):
     proximal = trial(fedprox(mu=0.0), engine)
-    for _ in range(2):
-        proximal.advance()
+    advance(proximal, rounds=2)
     assert is_equal(course(fedavg(), engine)[2].server.shared, proximal.server.shared)
 
 
@@ -52,8 +52,7 @@ def test_scaffolds_first_round_is_fedavgs(course, engine):
 @pytest.mark.sampled(2)
 def test_a_group_of_all_batches_is_one_epoch(trial, course, engine):
     groups = trial(fedbn(), engine, work=Work(batch_size=8, batches=99))
-    for _ in range(3):
-        groups.advance()
+    advance(groups, rounds=3)
     assert is_equal(course(fedbn(), engine)[3].tensors, groups.to_tensors()[0])
 
 
@@ -62,9 +61,7 @@ def test_steps_of_a_pass_are_one_epoch_and_one_step_is_one_batch(trial, engine):
     data = unequal({"a": 16, "b": 16, "c": 16})
     for given, same in (({"steps": 2}, {"epochs": 1}), ({"steps": 1}, {"batches": 1})):
         one, other = (trial(fedbn(), engine, data=data, work=Work(batch_size=8, **work)) for work in (given, same))
-        for _ in range(2):
-            one.advance()
-            other.advance()
+        advance(one, other, rounds=2)
         assert is_equal(one.to_tensors()[0], other.to_tensors()[0])
 
 
@@ -139,9 +136,7 @@ def test_a_federation_of_one_client_is_that_clients_local_training(trial, engine
     data = trial(fedavg()).data.select_clients(["a"])
     for method in (fedavg(), fedbn(), silobn()):
         alone, federated = trial(single(), engine, data=data), trial(method, engine, data=data)
-        for _ in range(3):
-            alone.advance()
-            federated.advance()
+        advance(alone, federated, rounds=3)
         assert is_equal(alone.model_state("a"), federated.model_state("a"))
 
 
@@ -150,8 +145,7 @@ def test_the_order_of_clients_changes_nothing(trial, course, federated, engine):
     """Not a bit, and so the engine repeats itself, too."""
     forward = course(federated, engine)[2]
     backward = trial(federated, engine, data=unequal().select_clients(["c", "a", "b"]))
-    for _ in range(2):
-        backward.advance()
+    advance(backward, rounds=2)
     assert is_equal(forward.server.shared, backward.server.shared)
     assert all(map(is_equal, forward.server.memory, backward.server.memory))
     assert all(is_equal(forward.clients[name], client_tensors(backward, name)) for name in "abc")
@@ -237,12 +231,10 @@ def test_silobn_shares_affine_parameters_and_keeps_statistics(course, engine):
 
 def test_fixbns_statistics_do_not_move_once_frozen_and_normalize_in_training(trial, course, engine):
     running, plain = trial(fixbn(switch=2), engine), course(fedavg(), engine)
-    for _ in range(2):
-        running.advance()
+    advance(running, rounds=2)
     assert is_equal(running.server.shared, plain[2].server.shared)
     before = dict(running.server.shared)
-    for _ in range(2):
-        running.advance()
+    advance(running, rounds=2)
     frozen = {
         name for name in before if name.rpartition(".")[2] in ("running_mean", "running_var", "num_batches_tracked")
     }
@@ -363,17 +355,6 @@ def test_clipping_acts_on_networks_and_on_nothing_else_that_a_rule_adds(method):
     assert all(torch.equal(found[name], grads[name]) for name in others)
 
 
-@dataclass(frozen=True)
-class ClipNorm(Rule):
-    """The rule of CONTRIBUTING.md: it takes the norm over all gradients that it is given."""
-
-    limit: float
-
-    def gradients(self, grads, step):
-        norm = torch.stack([grad.norm() for grad in grads.values()]).norm()
-        return {name: grad * (self.limit / norm).clamp(max=1.0) for name, grad in grads.items()}
-
-
 BESIDE = [agc(clip=0.05), fedprox(mu=0.5), scaffold(), feddyn(alpha=0.5), fedavg().with_rule(ClipNorm(0.1))]
 
 
@@ -382,7 +363,5 @@ BESIDE = [agc(clip=0.05), fedprox(mu=0.5), scaffold(), feddyn(alpha=0.5), fedavg
 @pytest.mark.parametrize("add", [ditto, apfl], ids=["ditto", "apfl"])
 def test_a_rule_that_adds_a_network_leaves_the_servers_bits_alone(trial, other, add):
     alone, both = (trial(method, optimizer=SGD(lr=0.05, weight_decay=0.1)) for method in (other, add(other)))
-    for _ in range(2):
-        alone.advance()
-        both.advance()
+    advance(alone, both, rounds=2)
     assert is_equal(alone.server.shared, both.server.shared)

@@ -28,6 +28,7 @@ from fedshift.utils.random_streams import torch_stream
 from fedshift.utils.state import clone, is_equal, load_entries
 from tests.laws.course import make_trial
 from tests.laws.networks import CATALOG, CLASSES, make
+from tests.methods.plain import advance
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # torch's about old hooks, checkpointing and unused random draws
 SEED, ROUNDS, BATCH = 3, 2, 4
@@ -163,8 +164,7 @@ def assert_right_or_refused(name, engine, plain):
 
     def train():
         with closing(begin(name, engine)) as trial:
-            for _ in range(ROUNDS):
-                trial.advance()
+            advance(trial, rounds=ROUNDS)
         return trial
 
     if case.refused and engine == "sequential":
@@ -212,8 +212,7 @@ def test_a_resumed_run_and_any_number_of_evaluations_give_the_same_bits(name, tm
             row["loss_sum"] for row in rows if row["moment"] == "loaded" and row["split"] != "train"
         ]
     assert is_equal(resumed.server.shared, before)
-    whole.advance()
-    resumed.advance()
+    advance(whole, resumed)
     assert is_equal(resumed.to_tensors()[0], whole.to_tensors()[0])
 
 
@@ -223,8 +222,7 @@ def test_training_alone_does_not_depend_on_other_clients_data(name):
     states = []
     for scale in (1.0, 50.0):
         trial = begin(name, method=single(), scale=scale)
-        for _ in range(ROUNDS):
-            trial.advance()
+        advance(trial, rounds=ROUNDS)
         states.append(trial.model_state("s0"))
     assert is_equal(*states)
 

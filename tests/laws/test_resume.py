@@ -20,6 +20,7 @@ from fedshift.results.checkpoint import load_checkpoint
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.course import ROUNDS, make_trial
+from tests.methods.plain import advance
 
 
 def pixels():
@@ -100,10 +101,8 @@ def test_without_memory_for_clients_every_method_is_what_it_is_with(trial, cours
 )
 def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_path):
     whole, broken = trial(fedbn(), **changes), trial(fedbn(), **changes)
-    for _ in range(ROUNDS):
-        whole.advance()
-    for _ in range(2):
-        broken.advance()
+    advance(whole, rounds=ROUNDS)
+    advance(broken, rounds=2)
     resumed = through_disk(broken, trial(fedbn(), **changes), tmp_path)
     for _ in range(ROUNDS - 2):
         resumed.advance()
@@ -113,9 +112,7 @@ def test_resumed_equals_uninterrupted_whatever_the_settings(trial, changes, tmp_
 
 def test_momentum_kept_differs_from_momentum_reset(trial):
     kept, reset = (trial(fedavg(), optimizer=SGD(lr=0.05, momentum=0.9, keep=keep)) for keep in (True, False))
-    for _ in range(2):
-        kept.advance()
-        reset.advance()
+    advance(kept, reset, rounds=2)
     assert any("/optimizer/" in name for name in kept.to_tensors()[0])
     assert not any("/optimizer/" in name for name in reset.to_tensors()[0])
     assert not is_equal(kept.server.shared, reset.server.shared)

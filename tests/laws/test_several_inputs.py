@@ -17,6 +17,7 @@ from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.laws.conftest import METHODS, by_name
 from tests.laws.course import make_trial
+from tests.methods.plain import advance
 
 SHAPES = {"image": (1, 5, 5), "row": (3,), "site": (), "mask": (3,)}
 REFUSED = ("fedrdn", "feddg_elcfs")
@@ -74,8 +75,7 @@ NETWORKS = NetworksOfInputs(make_several, DATA.inputs)
 def test_every_method_trains_the_network_that_divides_rows_itself(each):
     one, other = (make_trial(each, model=model, data=DATA) for model in (NETWORKS, make_divided))
     for trial in (one, other):
-        trial.advance()
-        trial.advance()
+        advance(trial, trial)
     assert is_equal(one.to_tensors()[0], other.to_tensors()[0])
 
 
@@ -117,9 +117,7 @@ def test_rounds_equal_a_plain_loop_over_the_inputs(sizes):
 def test_engines_agree(engine):
     method = fedbn(scaffold())
     one, other = (make_trial(method, name, model=NETWORKS, data=DATA) for name in ("sequential", engine))
-    for _ in range(2):
-        one.advance()
-        other.advance()
+    advance(one, other, rounds=2)
     tensors = other.to_tensors()[0]
     for name, expected in one.to_tensors()[0].items():
         assert (tensors[name] - expected).abs().max() <= (0 if engine == "pool" else 1e-9), name

@@ -37,6 +37,13 @@ def trial(method, model=network, clients=None, **settings):
     return Trial(method, model, clients or data(), Settings(**chosen | settings), SEED)
 
 
+def advance(*trials, rounds=1):
+    """Take ``rounds`` rounds of each of ``trials``."""
+    for running in trials:
+        for _ in range(rounds):
+            running.advance()
+
+
 def passes(client, *numbers):
     """Yield inputs and labels of the batches of a client's passes ``numbers``."""
     for number in numbers:

@@ -18,7 +18,7 @@ def fold(
         trained=names, loaded=names, sent=frozenset(before), seed=seed, text=text,
         entries=[SimpleNamespace(name=name, kind=KINDS.get(name.rpartition(".")[2])) for name in before],
         entries_fixed_in=lambda _: fixed,
-        optimizer=SimpleNamespace(lr=0.1, momentum=0.0, nesterov=False, lr_in_round=lambda _: 0.1),
+        optimizer=SimpleNamespace(lr=0.1, momentum=0.0, nesterov=False), find_lr=lambda _: 0.1,
     )  # fmt: skip
     received = [
         Received(

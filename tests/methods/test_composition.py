@@ -8,7 +8,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations, permutations
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -19,7 +18,6 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.step import compute_gradients
 from fedshift.core.work import Work
-from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods import METHODS as CATALOG
@@ -37,6 +35,7 @@ from fedshift.methods.scaffold import scaffold
 from fedshift.methods.silobn import silobn
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
+from tests.methods import plain
 from tests.methods.others import clipped, small_features
 
 METHODS = list_catalog("methods")
@@ -62,16 +61,7 @@ def network(shape, classes):
     ).double()
 
 
-def data():
-    rng = np.random.default_rng(0)
-    clients = {}
-    for shift, (name, size) in enumerate({"a": 8, "b": 5, "c": 7}.items()):
-        x, y = rng.normal(shift, 1 + shift, (size, 1, 4, 4)), np.arange(size) % 3
-        clients[name] = (x, y, x[:3], y[:3])
-    return federation(clients)
-
-
-DATA = data()
+DATA = plain.data({"a": 8, "b": 5, "c": 7})
 
 
 def compose(*names, options=OPTIONS):

@@ -28,6 +28,7 @@ from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.methods import received
+from tests.methods.plain import advance
 
 INF = float("inf")
 BEFORE = {
@@ -97,8 +98,7 @@ def test_noise_comes_again_with_seed_and_round_unless_it_is_secret():
 def test_noise_of_published_trials_cannot_be_combined_into_the_mean_without_noise():
     one, two = (trial(dp(clipping_norm=0.5, noise_multiplier=noise), rounds=1) for noise in (1.0, 2.0))
     clean = trial(dp(clipping_norm=0.5, noise_multiplier=0.0), rounds=1)
-    for each in (one, two, clean):
-        each.advance()
+    advance(one, two, clean)
     weights = [each.server.shared["0.weight"] for each in (one, two, clean)]
     noise, twice = weights[0] - weights[2], weights[1] - weights[2]
     assert (2 * weights[0] - weights[1] - weights[2]).abs().max() > 0.1 * noise.abs().max()
@@ -139,9 +139,7 @@ def trial(method, model=network, seed=0, **settings):
 
 def test_without_noise_and_clip_it_is_fedavg_of_clients_that_count_equally():
     plain, private = trial(fedavg(weighting="uniform")), trial(dp(clipping_norm=INF, noise_multiplier=0.0))
-    for _ in range(3):
-        plain.advance()
-        private.advance()
+    advance(plain, private, rounds=3)
     for name, tensor in plain.server.shared.items():
         if name.endswith("num_batches_tracked"):
             assert (int(tensor), int(private.server.shared[name])) == (12, 0)

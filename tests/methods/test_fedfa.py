@@ -14,7 +14,7 @@ from fedshift.models.vision import alexnet_bn
 from fedshift.nn.dropout import draw_normal, draw_uniform
 from fedshift.utils.errors import UsageError
 from tests.methods import plain
-from tests.methods.plain import LR, SHARES, SIZES, batches, data, largest_difference, mean
+from tests.methods.plain import LR, SHARES, SIZES, advance, batches, data, largest_difference, mean
 
 P, MOMENTUM, LAYERS = 0.6, 0.3, ("2.0", "3.0")
 RENAMED = {f"2.{part}": f"2.1.{part}" for part in ("weight", "bias")}
@@ -94,9 +94,7 @@ def test_rounds_equal_a_plain_loop(p):
 
 def test_with_probability_0_it_is_its_base():
     none, base = trial(fedfa(p=0.0)), trial(Method())
-    for _ in range(2):
-        none.advance()
-        base.advance()
+    advance(none, base, rounds=2)
     for name, tensor in base.server.shared.items():
         assert (none.server.shared[RENAMED.get(name, name)] - tensor).abs().max() <= 1e-15, name
 

@@ -6,7 +6,7 @@ import torch
 
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedgma import MaskedMean, fedgma
-from tests.methods.plain import SHARES, SIZES, copied, largest_difference, loaded_with, mean, train, trial
+from tests.methods.plain import SHARES, SIZES, advance, copied, largest_difference, loaded_with, mean, train, trial
 from tests.methods.received import fold
 
 
@@ -45,7 +45,5 @@ def test_uploads_of_five_clients_are_masked_by_the_share_that_agrees(threshold, 
 
 def test_a_threshold_of_nothing_is_fedavg():
     masked, plain = trial(fedgma(threshold=0)), trial(fedavg())
-    for _ in range(2):
-        masked.advance()
-        plain.advance()
+    advance(masked, plain, rounds=2)
     assert largest_difference(masked.server.shared, plain.server.shared) <= 1e-12

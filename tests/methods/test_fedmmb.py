@@ -14,6 +14,7 @@ from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.fedsmb import fedsmb
 from fedshift.utils.random_streams import stream
 from fedshift.utils.state import is_equal
+from tests.methods.plain import advance
 
 SIZES, B, LR, SEED = {"a": 13, "b": 8, "c": 22}, 4, 0.3, 5
 RNG = np.random.default_rng(1)
@@ -89,15 +90,12 @@ def test_the_last_group_of_a_pass_is_smaller_and_weighs_less():
 
 def test_one_batch_a_round_is_fedsmb():
     one, other = trial(fedmmb(batches=1), 5), trial(fedsmb(), 5)
-    for _ in range(5):
-        one.advance()
-        other.advance()
+    advance(one, other, rounds=5)
     assert is_equal(one.server.shared, other.server.shared)
 
 
 def test_a_batch_size_of_its_own_comes_before_the_experiments():
     own, same = trial(fedmmb(batches=2, batch_size=3)), trial(fedavg(), work=Work(batch_size=3, batches=2))
-    own.advance()
-    same.advance()
+    advance(own, same)
     assert is_equal(own.server.shared, same.server.shared)
     assert not is_equal(own.server.shared, trial(fedmmb(batches=2)).server.shared)

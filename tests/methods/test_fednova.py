@@ -29,6 +29,7 @@ from fedshift.methods.fedprox import fedprox
 from fedshift.methods.fixbn import fixbn
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
+from tests.methods.plain import advance
 
 CURVES, TARGETS = {"a": 1.0, "b": 4.0, "c": 2.0}, {"a": 0.0, "b": 1.0, "c": -2.0}
 STEPS, SHARES = {"a": 12, "b": 2, "c": 5}, {"a": 0.3, "b": 0.5, "c": 0.2}
@@ -212,8 +213,7 @@ def test_rounds_with_momentum_and_proximal_term_are_the_papers_in_a_plain_loop(l
     optimizer = SGD(lr=0.05, momentum=rho, nesterov=bool(nesterov), weight_decay=decay)
     for method, engine in ((fednova(fedprox(mu=mu)), "sequential"), (fedprox(fednova(), mu=mu), "stacked")):
         running = trial(method, optimizer, rounds=3, engine=engine)
-        for _ in range(3):
-            running.advance()
+        advance(running, rounds=3)
         for name, tensor in by_hand(running, 3, 0.05, **local).items():
             if tensor.is_floating_point():
                 assert (running.server.shared[name] - tensor).abs().max() <= 1e-12, name
@@ -222,8 +222,7 @@ def test_rounds_with_momentum_and_proximal_term_are_the_papers_in_a_plain_loop(l
 @pytest.mark.parametrize("engine", ["sequential", "stacked"])
 def test_groups_of_batches_weigh_by_the_clients_data_not_by_what_a_round_used(engine):
     running = trial(fednova(fedmmb(batches=3)), work=Work(batch_size=4, epochs=1), engine=engine)
-    for _ in range(4):
-        running.advance()
+    advance(running, rounds=4)
     for name, tensor in by_hand(running, 4, 0.05).items():
         if name in running.plan.trained:
             assert (running.server.shared[name] - tensor).abs().max() <= 1e-12, name

@@ -15,7 +15,7 @@ from fedshift.methods.single import single
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import is_equal
 from tests.methods import plain
-from tests.methods.plain import LR, data, largest_difference, loaded_with, passes, step
+from tests.methods.plain import LR, advance, data, largest_difference, loaded_with, passes, step
 
 DATA = data({"a": 13, "b": 8, "c": 10}, (1, 5, 5))
 STATISTICS = {f"{layer}.{name}" for layer in (1, 5) for name in ("running_mean", "running_var", "num_batches_tracked")}
@@ -35,8 +35,7 @@ def trial(method, rounds=6, **optimizer):
 
 def test_clients_keep_their_own_statistics_standing_still_under_fedbn():
     fixed = trial(fixbn(fedbn(), switch=2))
-    for _ in range(2):
-        fixed.advance()
+    advance(fixed, rounds=2)
     before = {name: dict(client.personal) for name, client in fixed.clients.items()}
     fixed.advance()
     for name, client in fixed.clients.items():
@@ -83,9 +82,7 @@ def test_a_share_of_all_rounds_or_a_number_says_how_many_come_before(switch, rou
 def test_momentum_is_kept_from_round_to_round_where_asked():
     reset, kept = trial(fixbn(), momentum=0.9), trial(fixbn(keep_momentum=True), momentum=0.9)
     same = trial(fixbn(), momentum=0.9, keep=True)
-    for each in (reset, kept, same):
-        for _ in range(2):
-            each.advance()
+    advance(reset, kept, same, rounds=2)
     assert is_equal(kept.server.shared, same.server.shared)
     assert not is_equal(kept.server.shared, reset.server.shared)
     assert {name: bool(client.optimizer) for name, client in kept.clients.items()} == dict.fromkeys("abc", True)

@@ -11,7 +11,6 @@ from torch import nn
 from fedshift.methods.fedprox import fedprox
 from fedshift.methods.harmofl import harmofl
 from fedshift.nn.amplitude_norm import AmplitudeNorm
-from fedshift.nn.linear import ALONE, FastLinear
 from fedshift.utils.errors import UsageError
 from fedshift.utils.random_streams import stream
 from tests.methods.plain import LR, SEED, SHARES, SIZES, batches, data, largest_difference, mean, network, trial
@@ -99,22 +98,6 @@ def test_low_frequencies_take_the_amplitudes_and_all_phases_stay(low, size):
     before = torch.fft.fft2(x)
     changed = (after - before).abs().amax(dim=(0, 1)) > 1e-9
     assert changed.sum() == (2 * low + 1) ** 2
-
-
-def test_the_inner_gradient_passes_through_layers_that_multiply_by_onednn():
-    def wide(*_):
-        return nn.Sequential(nn.Conv2d(1, 3, 3), nn.Flatten(), nn.Linear(12, 4096), nn.ReLU(), nn.Linear(4096, 3))
-
-    single = data().map_splits(lambda split: split.with_samples(split.x.float()))
-    ends = []
-    for chosen in ALONE, ():
-        running = trial(harmofl(), wide, single, engine="sequential")
-        for layer in running.plan.layers:
-            if isinstance(layer, FastLinear):
-                layer._chosen = frozenset(chosen)
-        running.advance()
-        ends.append(running.server.shared)
-    assert all(torch.allclose(tensor, ends[1][name], atol=1e-5) for name, tensor in ends[0].items())
 
 
 @pytest.mark.parametrize("scale", [lambda x: x, lambda x: 2 * x - 1, lambda x: (x - 0.45) / 0.2])

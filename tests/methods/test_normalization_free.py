@@ -13,7 +13,7 @@ from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
 from fedshift.methods.scaffold import scaffold
 from tests.methods import plain
-from tests.methods.plain import data, largest_difference
+from tests.methods.plain import advance, data, largest_difference
 
 
 class WSConv(nn.Conv2d):
@@ -89,9 +89,7 @@ def test_rounds_equal_those_on_the_network_written_by_hand(method, conv, norm, b
         return model
 
     written = trial(base, by_hand)
-    for _ in range(3):
-        changed.advance()
-        written.advance()
+    advance(changed, written, rounds=3)
     assert largest_difference(changed.server.shared, written.server.shared) <= 1e-12
     assert not any(torch.equal(tensor, initial[name]) for name, tensor in changed.server.shared.items())
 

@@ -23,7 +23,7 @@ from fedshift.nn.dropout import derive_key, draw_bits
 from fedshift.utils.errors import UsageError
 from fedshift.utils.state import entries_under, is_equal
 from tests.methods import plain
-from tests.methods.plain import data, loaded_with, network
+from tests.methods.plain import advance, data, loaded_with, network
 
 STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 LAYERS = ("0.", "1.", "4.")
@@ -60,8 +60,7 @@ def test_choices_that_are_forced_give_other_methods_bit_for_bit(keeps, same):
     adaptive, other = trial(partialfed_adaptive()), trial(same)
     for _ in range(3):
         forced(adaptive, *keeps)
-        adaptive.advance()
-        other.advance()
+        advance(adaptive, other)
         forced(adaptive, *keeps)
         for name in "abc":
             assert is_equal(adaptive.model_state(name), other.model_state(name))
@@ -72,8 +71,7 @@ def test_choices_that_are_forced_give_other_methods_bit_for_bit(keeps, same):
 
 def test_the_first_round_has_nothing_to_choose_and_is_fedavgs():
     adaptive, average = trial(partialfed_adaptive()), trial(fedavg())
-    adaptive.advance()
-    average.advance()
+    advance(adaptive, average)
     assert is_equal(adaptive.server.shared, average.server.shared)
     assert not any(client.memory[0][LOGITS].any() for client in adaptive.clients.values())
     adaptive.advance()

@@ -22,6 +22,7 @@ from tests.flower.conftest import machine  # noqa: F401 - a fixture
 from tests.flower.sites import Heard, SiteGrid, coordinator, same_as_in_process, sites_of, spec_for
 from tests.laws.course import make_trial
 from tests.methods import others, plain
+from tests.methods.plain import advance
 
 BASES = {"fedavg": Method, "ditto": ditto, "scaffold": scaffold, "fedbn": fedbn}
 OTHERS = ("clipped", "small_features", "layer_mixes", "clusters", "styles", "mixup")
@@ -42,8 +43,7 @@ def made(pair):
 def run(pair, engine):
     """Two rounds of the laws' unequal clients in float64."""
     running = make_trial(made(pair), engine)
-    for _ in range(2):
-        running.advance()
+    advance(running, rounds=2)
     running.close()
     return running.to_tensors()[0]
 
@@ -81,9 +81,7 @@ def test_every_engine_equals_the_loop(pair, engine):
 @pytest.mark.parametrize("pair", RUNNING, ids="+".join)
 def test_what_it_computes_is_not_what_its_base_computes(pair):
     own, base = plain.trial(made(pair)), plain.trial(BASES[pair[1]]())
-    for _ in range(2):
-        own.advance()
-        base.advance()
+    advance(own, base, rounds=2)
     assert not all(torch.equal(own.server.shared[name], tensor) for name, tensor in base.server.shared.items())
 
 

@@ -23,6 +23,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
+from tests.methods.plain import advance
 
 CURVES, TARGETS, LR, STEPS = {"a": 1.0, "b": 10.0}, {"a": 0.0, "b": 1.0}, 0.05, 10
 OPTIMUM = sum(CURVES[k] * TARGETS[k] for k in CURVES) / sum(CURVES.values())
@@ -130,8 +131,7 @@ def invariant(running, shares):
 @pytest.mark.parametrize("weighting", SHARES)
 def test_it_minimizes_the_objective_of_the_weighting(weighting, engine):
     running, shares = trial(scaffold(fedavg(weighting=weighting)), engine), SHARES[weighting]
-    for _ in range(42):
-        running.advance()
+    advance(running, rounds=42)
     found = running.server.shared["weight"].numpy()
     assert np.abs(found - optimum(shares)).max() <= 1e-8
     assert np.abs(optimum(SHARES["samples"]) - optimum(SHARES["uniform"])).max() > 0.1
@@ -153,14 +153,12 @@ def test_the_servers_variate_is_the_weighted_mean_of_the_clients_whoever_takes_p
 
 def test_the_servers_step_size_stretches_the_mean_change_of_the_models_alone():
     whole, half = trial(scaffold()), trial(scaffold(server_lr=0.5))
-    for running in (whole, half):
-        running.advance()
+    advance(whole, half)
     start = whole.plan.initial["weight"]
     moved, less = (running.server.shared["weight"] - start for running in (whole, half))
     assert (less - 0.5 * moved).abs().max() <= 1e-15
     assert torch.equal(*(running.server.memory[-1]["weight"] for running in (whole, half)))
-    for _ in range(30):
-        half.advance()
+    advance(half, rounds=30)
     assert np.abs(half.server.shared["weight"].numpy() - optimum(SHARES["samples"])).max() <= 1e-4
 
 

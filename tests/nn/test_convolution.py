@@ -9,9 +9,8 @@ from torch import nn
 from torch.func import vmap
 
 from fedshift.core.architecture import architecture
-from fedshift.nn import convolution, linear
-from fedshift.nn.convolution import ROWS, FastConv2d, differentiate_kernels, use_fast_convolutions
-from fedshift.nn.linear import use_torch_linear, vmapped_lanes
+from fedshift.nn import convolution
+from fedshift.nn.convolution import FastConv2d, differentiate_kernels, use_fast_convolutions
 from fedshift.nn.scaled_std_conv import ScaledStdConv2d
 from fedshift.nn.surgery import ScaledStandardization
 
@@ -101,8 +100,7 @@ def test_low_precision_is_torchs(sums):
 
 def test_clients_side_by_side_are_torchs(sums):
     quick, x = use_fast_convolutions(layer()), inputs(2, 2).requires_grad_()
-    with vmapped_lanes():
-        found = vmap(quick)(x[:, None])
+    found = vmap(quick)(x[:, None])
     found.sum().backward()
     assert_equal([found], [vmap(layer())(x[:, None])])
     assert not sums
@@ -128,98 +126,3 @@ def test_names_and_appearance_stay():
     assert architecture(net) == architecture(before)
     assert list(net.state_dict()) == list(before.state_dict())
     assert type(copy.deepcopy(net)[0]) is FastConv2d
-
-
-def pointwise(bias=True, **options):
-    torch.manual_seed(0)
-    return nn.Conv2d(CHANNELS, 9, **{"kernel_size": 1, "bias": bias, **options})
-
-
-def last(x):
-    return x.contiguous(memory_format=torch.channels_last)
-
-
-@pytest.fixture
-def products(monkeypatch):
-    """The number of products by oneDNN; where this machine has none, torch's stands in for it."""
-    product = convolution.multiply_by_onednn if linear.is_available() else F.linear
-    made = []
-    monkeypatch.setattr(convolution, "multiply_by_onednn", lambda x, w, b: made.append(x.shape) or product(x, w, b))
-    monkeypatch.setattr(linear, "is_available", lambda: True)
-    return made
-
-
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("batch", "size", "count"), [(5, (1, 1), 3), (5, (2, 3), 3), (ROWS // 16 + 1, (4, 4), 2)])
-def test_kernels_of_one_pixel_have_the_values_and_gradients_of_float64(products, batch, size, count, bias):
-    plain = pointwise(bias)
-    quick, x = use_fast_convolutions(copy.deepcopy(plain)), last(inputs(*size, batch=batch))
-    found = {}
-    for module, given in ((quick, x.float()), (plain.double(), x)):
-        leaf = given.requires_grad_()
-        made = module(leaf)
-        found[module] = [made, *torch.autograd.grad((made * made.detach().cos()).sum(), [leaf, *module.parameters()])]
-    assert len(products) == count
-    assert found[quick][0].is_contiguous(memory_format=torch.channels_last)
-    for one, other in zip(found[quick], found[plain], strict=True):
-        assert one.shape == other.shape
-        assert (one - other).detach().abs().max() <= 1e-5 * float(other.detach().abs().max())
-
-
-def test_kernels_of_one_pixel_can_be_differentiated_twice(products):
-    plain, x = pointwise(), last(inputs(2, 2).float())
-    quick = use_fast_convolutions(copy.deepcopy(plain))
-    for one, other in zip(differentiate(quick, x), differentiate(plain, x), strict=True):
-        assert (one - other).detach().abs().max() <= 1e-5 * max(1, float(other.detach().abs().max()))
-    assert len(products) == 1
-
-
-@pytest.mark.parametrize("options", [{"stride": 2}, {"padding": 1}, {"groups": 3}, {"dtype": torch.float64}], ids=str)
-def test_other_kernels_of_one_pixel_are_torchs(products, options):
-    plain = pointwise(**options)
-    quick, x = use_fast_convolutions(copy.deepcopy(plain)), last(inputs(3, 3).to(plain.weight.dtype))
-    assert torch.equal(quick(x), plain(x))
-    assert not products
-
-
-def test_kernels_of_one_pixel_of_clients_side_by_side_are_torchs(products):
-    quick, x = use_fast_convolutions(pointwise()), last(inputs(3, 3).float())
-    with vmapped_lanes():
-        found = vmap(quick)(x[:, None])
-    assert torch.equal(found, vmap(pointwise())(x[:, None]))
-    assert not products
-
-
-def test_kernels_of_one_pixel_inside_torch_linear_are_torchs(products):
-    plain, x = pointwise(), last(inputs(3, 3).float())
-    with use_torch_linear():
-        assert torch.equal(use_fast_convolutions(copy.deepcopy(plain))(x), plain(x))
-    assert not products
-
-
-def test_images_that_lie_otherwise_are_torchs(products):
-    plain, x = pointwise(), inputs(3, 3).float()
-    assert torch.equal(use_fast_convolutions(copy.deepcopy(plain))(x), plain(x))
-    assert not products
-
-
-def test_wrong_channels_are_refused_by_torch():
-    with pytest.raises(RuntimeError, match="expected input"):
-        use_fast_convolutions(pointwise())(torch.ones(2, CHANNELS + 1, 3, 3))
-
-
-def test_an_in_place_layer_may_follow_kernels_of_one_pixel(monkeypatch):
-    monkeypatch.setattr(convolution, "may_multiply_by_onednn", lambda: True)
-    monkeypatch.setattr(convolution, "multiply_by_onednn", F.linear)
-    network = nn.Sequential(nn.Conv2d(CHANNELS, 4, 1), nn.ReLU(inplace=True), nn.Conv2d(4, 2, 1))
-    expected = copy.deepcopy(network)
-    use_fast_convolutions(network)
-    x = inputs(3, 4).float().contiguous(memory_format=torch.channels_last)
-    made, wanted = network(x), expected(x)
-    assert (made - wanted).detach().abs().max() <= 1e-6
-    found, right = (
-        torch.autograd.grad(outputs.square().sum(), list(each.parameters()))
-        for outputs, each in ((made, network), (wanted, expected))
-    )
-    for one, other in zip(found, right, strict=True):
-        assert (one - other).abs().max() <= 1e-4

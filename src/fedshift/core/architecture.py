@@ -17,11 +17,8 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.convolution import FastConv2d
-from ..nn.linear import FastLinear
 
 LIBRARIES = ("torch", "torchvision")
-FAST = {FastLinear: nn.Linear, FastConv2d: nn.Conv2d}
-"""Layer types described as their counterparts in torch, because the machine determines which of the two is used."""
 
 
 def architecture(module: nn.Module) -> str:
@@ -34,7 +31,7 @@ def architecture(module: nn.Module) -> str:
     names: dict[int, str] = {}
     lines = []
     for path, layer in module.named_modules(remove_duplicate=False):
-        kind = FAST.get(type(layer), type(layer))
+        kind: type = nn.Conv2d if type(layer) is FastConv2d else type(layer)
         texts = {name: _text(value) for name, value in vars(layer).items() if name[0] != "_" and name != "training"}
         settings = [f"{name}={text}" for name, text in sorted(texts.items()) if text != _defaults(kind).get(name)]
         tensors = sorted({**layer._parameters, **layer._buffers}.items())

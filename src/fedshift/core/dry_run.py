@@ -38,6 +38,7 @@ from .network import forward, to_inputs
 from .plan import Plan
 from .probe import make_batch
 from .rule import HOOKS, Declared, Folded, Rule, Server, View
+from .schedule import CONSTANT
 from .selection import norm_statistics
 from .server_round import server_round
 from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
@@ -187,7 +188,9 @@ def check_run(plan: Plan, sample: Tensor, task: Task | None = None, classes: int
     with kept_attributes(plan.module), torch_stream(plan.seed, "dry run"):
         x = make_batch(plan, sample)
         y = _make_targets(plan, x, task, classes)
-        _run_rounds(replace(plan, rules=tuple(_watch(plan, bound) for bound in plan.rules)), x, y)
+        watched = tuple(_watch(plan, bound) for bound in plan.rules)
+        steady = replace(plan.optimizer, schedule=CONSTANT)  # others may have a rate for one round only
+        _run_rounds(replace(plan, rules=watched, optimizer=steady), x, y)
     if kind is not None:
         _PASSED.add(kind)
 

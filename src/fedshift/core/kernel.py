@@ -8,6 +8,7 @@ its upload. In a communication round, each participant runs ``client_init``, ``c
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import replace
 
@@ -86,7 +87,7 @@ def load_state(
     plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
 ) -> LocalTrainingState:
     """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
-    job = replace(_assemble(plan, client, server), planned_steps=planned_steps)
+    job = replace(_assemble(plan, client, server), planned_steps=planned_steps, lr=plan.find_lr(server.round))
     if seen is not None and plan.defines("start"):
         at, memory = restart(plan, job), [*job.memory]
         for index in plan.defines("start"):
@@ -98,7 +99,7 @@ def load_state(
 
 
 def _assemble(plan: Plan, client: ClientState, server: ServerState) -> LocalTrainingState:
-    """Return a job with the loaded and personal entries, before rules personalize them."""
+    """Return a job with the loaded and personal entries, before rules personalize them; it takes no step."""
     state = merged = _merge_loaded_and_personal(plan, client, server)
     for bound, memory in zip(plan.rules, client.memory, strict=True):
         state = state | {name: memory[entry] for entry, name in bound.names.items()}
@@ -115,7 +116,7 @@ def _assemble(plan: Plan, client: ClientState, server: ServerState) -> LocalTrai
         ),
         server_memory=server.memory,
         round=server.round,
-        lr=plan.find_lr(server.round),
+        lr=math.nan,
         start=client.steps,
         done=client.steps,
         planned_steps=0,

@@ -26,9 +26,9 @@ from typing_extensions import override
 from ..config.catalog import Catalog, bind_arguments
 from ..tasks.segmentation import LEFT_OUT
 from ..utils.errors import Ref, UsageError, require
-from ..utils.user_code import describe_error, describe_function, find_import_path
+from ..utils.user_code import describe_error, describe_function
 from .architecture import architecture
-from .schedule import describe_call, split_partial
+from .schedule import describe_call, spell_call, split_partial
 
 Counted = Literal["balanced", "inverse_frequency"]
 """Names of weights that :meth:`Loss.resolve` computes from label counts."""
@@ -334,9 +334,5 @@ def _adapt(loss: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:
     return make  # type: ignore[no-any-return]
 
 
-def _spell(loss: Loss) -> str | None:
-    return str(loss) if loss.tasks or find_import_path(loss.function) else None
-
-
-LOSSES = Catalog[Loss]("loss", {loss.__name__: loss for loss in LOSS_TASKS}, _accept, adapt=_adapt, spell=_spell)
+LOSSES = Catalog[Loss]("loss", {loss.__name__: loss for loss in LOSS_TASKS}, _accept, adapt=_adapt, spell=spell_call)
 """Training losses; a user-defined function takes logits and labels, and the arguments in parentheses."""

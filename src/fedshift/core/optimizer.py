@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim.adam import adam as take_adam_step
 from torch.optim.sgd import sgd as take_sgd_step
 from typing_extensions import override
 
@@ -24,7 +23,7 @@ from ..config.catalog import Catalog
 from ..utils.errors import Ref, UsageError, require
 from ..utils.state import State, clone
 from ..utils.user_code import describe_error
-from .schedule import CONSTANT, Schedule, describe_call, split_partial
+from .schedule import CONSTANT, Schedule, describe_call, spell_call, split_partial
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,14 +108,6 @@ class AdamW(Optimizer):
 
     @override
     def update_(self, params: State, grads: State, state: State, lr: float) -> None:
-        if may_join(params.values()):
-            means, squares, counts = ([state[f"{kind}/{n}"] for n in params] for kind in ("mean", "square", "count"))
-            take_adam_step(
-                [*params.values()], [grads[name] for name in params], means, squares, [], counts, foreach=True,
-                capturable=True, decoupled_weight_decay=True, amsgrad=False, beta1=self.beta1, beta2=self.beta2, lr=lr,
-                weight_decay=self.weight_decay, eps=self.eps, maximize=False,
-            )  # fmt: skip
-            return
         for name, param in params.items():  # torch's own step reads counts as numbers, which lanes of torch.vmap lack
             grad, count = grads[name], state[f"count/{name}"].add_(1)
             mean = state[f"mean/{name}"].mul_(self.beta1).add_(grad, alpha=1 - self.beta1)
@@ -139,12 +130,12 @@ def may_join(tensors: Iterable[Tensor]) -> bool:
 class TorchOptimizer(Optimizer):
     """An optimizer of torch, or a subclass, whose state consists of tensors and numbers for each parameter.
 
-    Each step runs torch's own code on an optimizer that is made anew of class ``kind`` with ``arguments``, so that all
-    that lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers and None are kept as
-    tensors, ``"step:number/conv.weight"``.
+    Each step runs torch's own code on an optimizer that is made anew of class ``function`` with ``arguments``, so that
+    all that lasts from step to step is in the state: ``{"square_avg/conv.weight": tensor}``. Numbers and None are kept
+    as tensors, ``"step:number/conv.weight"``.
     """
 
-    kind: Any
+    function: Any
     arguments: Mapping[str, Any]
 
     @override
@@ -168,7 +159,7 @@ class TorchOptimizer(Optimizer):
             ).about("optimizer") from error
 
     def _step(self, params: State, grads: State, state: State, lr: float, *, check: bool = False) -> None:
-        made = self.kind([*params.values()], lr=lr, **self._list_arguments())
+        made = self.function([*params.values()], lr=lr, **self._list_arguments())
         before = _list_settings(made) if check else {}
         for entry in list(state):
             key, _, name = entry.partition("/")
@@ -198,18 +189,18 @@ class TorchOptimizer(Optimizer):
 
     def _list_arguments(self) -> dict[str, Any]:
         """Return the arguments other than the defaults, without learning rate and schedule."""
-        usual = list_defaults(self.kind).get("weight_decay", 0.0)
+        usual = list_defaults(self.function).get("weight_decay", 0.0)
         return {**self.arguments, **({} if self.weight_decay == usual else {"weight_decay": self.weight_decay})}
 
     @property
     def text(self) -> str:
         """The expression of the optimizer, without its learning rate and schedule."""
-        return describe_call(self.kind, self._list_arguments() | ({"keep": True} if self.keep else {}))
+        return describe_call(self.function, self._list_arguments() | ({"keep": True} if self.keep else {}))
 
     def __repr__(self) -> str:
         others = {"keep": (self.keep, False), "schedule": (self.schedule, CONSTANT)}
         changed = {name: value for name, (value, usual) in others.items() if value != usual}
-        return describe_call(self.kind, {"lr": self.lr} | self._list_arguments() | changed)
+        return describe_call(self.function, {"lr": self.lr} | self._list_arguments() | changed)
 
 
 KEEP = "keep tensors and numbers in self.state[parameter], which checkpoints store"
@@ -313,7 +304,7 @@ def _translate(kind: Any, arguments: dict[str, Any], **common: Any) -> Optimizer
     if decoupled and arguments.keys() <= {"betas", "eps"}:
         beta1, beta2 = map(float, arguments.pop("betas", (AdamW.beta1, AdamW.beta2)))
         return AdamW(beta1=beta1, beta2=beta2, **arguments, **common)
-    return TorchOptimizer(kind=kind, arguments=arguments, **common)
+    return TorchOptimizer(function=kind, arguments=arguments, **common)
 
 
 def _accept(optimizer: object, _text: str | None) -> Optimizer:
@@ -338,11 +329,7 @@ def _adapt(entry: Callable[..., Any], _user_defined: bool) -> Callable[..., Any]
     return make
 
 
-def _spell(optimizer: Optimizer) -> str | None:
-    return optimizer.text if isinstance(optimizer, TorchOptimizer) else ""
-
-
 OPTIMIZERS = Catalog[Optimizer](
-    "optimizer", {"sgd": SGD, "adamw": AdamW}, _accept, adapt=_adapt, spell=_spell, settings=("lr", "schedule")
+    "optimizer", {"sgd": SGD, "adamw": AdamW}, _accept, adapt=_adapt, spell=spell_call, settings=("lr", "schedule")
 )
 """Local optimizers; the learning rate ``lr`` and its ``schedule`` are added by the caller."""

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from ..nn.attributes import describe_network, kept_attributes
 from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import key_dropouts
-from ..nn.linear import use_fast_linear
 from ..tasks.task import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import torch_stream
@@ -133,7 +132,7 @@ def _copy(model: nn.Module) -> nn.Module:
 
 
 def _make_template(method: Method, network: nn.Module) -> nn.Module:
-    return use_fast_convolutions(use_fast_linear(key_dropouts(change_layers(method, network))))
+    return use_fast_convolutions(key_dropouts(change_layers(method, network)))
 
 
 def _make_bare_plan(method: Method, template: nn.Module, precision: Precision) -> Plan:

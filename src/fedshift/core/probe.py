@@ -52,9 +52,10 @@ def probe_network(network: Network, sample: Tensor, remake: Callable[[], nn.Modu
     """
     x = make_batch(network, sample)
     network = replace(network, traits=Traits(contiguous=_needs_torch_format(network, x)))
-    probe, names, start = _Probe(network, x), _list_entries(network.module), _refuse_copies(network.module)
+    probe, start = _Probe(network, x), _refuse_copies(network.module)
     first = probe.run(network.initial)
-    if new := _list_entries(network.module) - names:
+    entries = dict((*network.module.named_parameters(), *network.module.named_buffers()))
+    if new := entries.keys() - network.initial.keys():
         raise UsageError(
             f"the model makes {min(new)!r} at its first call, so that no optimizer trains it: make it in __init__, or "
             "run one batch through the model before its function returns it"
@@ -63,7 +64,10 @@ def probe_network(network: Network, sample: Tensor, remake: Callable[[], nn.Modu
     other = probe.run(probe.others)
     writes_in_evaluation = probe.writes_in_evaluation()  # a seventh call, so that cycles of 2 to 6 calls are found, too
     end = list_attributes(network.module)
-    counters = [each for each in list_changed(middle, end).values() if each.is_number]
+    moved = list_changed(middle, end).values()
+    counters = [
+        each for each in moved if type(each.value) in (int, float) or isinstance(each.value, Tensor | np.ndarray)
+    ]
     for counter in counters:
         counter.write(FAR - 1 if type(counter.value) is int else counter.value + FAR)
     if not probe.repeats(first):
@@ -141,11 +145,10 @@ class _Probe:
         Attributes are set back to ``start`` one by one, until the course is as at first: the last of them is the cause.
         """
         changed = list_changed(start, list_attributes(self.network.module))
-        for number, path in enumerate(changed, 1):
-            set_back(
-                self.network.module, {earlier: start[earlier] for earlier in [*changed][:number] if earlier in start}
-            )
-            if path in start and self.repeats(first):
+        known = [path for path in changed if path in start]
+        for number, path in enumerate(known, 1):
+            set_back(self.network.module, {earlier: start[earlier] for earlier in known[:number]})
+            if self.repeats(first):
                 return [changed[path]]
         return [*changed.values()]
 
@@ -241,10 +244,6 @@ def _is_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
 def _equal(one: Tensor, other: Tensor) -> bool:
     same = one.shape == other.shape and one.dtype == other.dtype
     return same and torch.equal(one.nan_to_num(), other.nan_to_num())
-
-
-def _list_entries(module: nn.Module) -> set[str]:
-    return {name for name, _ in (*module.named_parameters(), *module.named_buffers())}
 
 
 def _describe_state(attributes: list[Attribute]) -> UsageError:

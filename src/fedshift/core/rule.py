@@ -15,6 +15,7 @@ they correct). In a stage, rules act in the order of their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
@@ -25,7 +26,6 @@ import torch
 from torch import Tensor, nn
 
 from ..nn.dropout import derive_key, dropout_key
-from ..nn.linear import use_torch_func
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
 from ..utils.state import State, clone
@@ -444,7 +444,7 @@ class Step(View):
         written. Raises :class:`UsageError` if a trained entry is missing.
         """
         x = self.x if x is None else x
-        with dropout_key(self._batch.key):
+        with dropout_key(self._batch.key) if self._network.keyed else nullcontext():
             return Pass(*self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
 
     def loss_at(self, entries: State) -> Tensor:
@@ -455,8 +455,7 @@ class Step(View):
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
-        with use_torch_func():
-            grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
+        grads = torch.func.grad(self.loss_at)({name: tensor.detach() for name, tensor in params.items()})
         return {name: grad.detach() for name, grad in grads.items()}
 
     def at(self, params: State, buffers: State | None = None) -> Step:

@@ -37,6 +37,8 @@ class Schedule:
         for round in range(rounds):
             try:
                 rate = self.rate(lr, round)
+            except UsageError as error:
+                raise error.about("schedule") from None
             except Exception as error:
                 raise UsageError(
                     f"schedule {self} failed in round {round + 1}: {describe_error(error)}. Give a function of the "
@@ -115,15 +117,9 @@ class CustomSchedule(Schedule):
             return lr * float(self.function(round, **self.arguments))
         if len(self._rates.get(lr, ())) <= round:
             self._rates[lr] = self._list_rates(lr, 2 * round + 1)
-        return self._rates[lr][min(round, len(self._rates[lr]) - 1)]
-
-    @override
-    def check(self, lr: float, rounds: int) -> None:
-        super().check(lr, rounds)
-        if len(rates := self._rates.get(lr, range(rounds))) < rounds:
-            raise UsageError(
-                f"schedule {self} ends after {len(rates)} rounds, fewer than rounds={rounds}: give it as many"
-            ).about("schedule", "rounds")
+        if len(rates := self._rates[lr]) <= round:
+            raise UsageError(f"schedule {self} ends after {len(rates)} rounds: give it as many as rounds")
+        return rates[round]
 
     def _list_rates(self, lr: float, rounds: int) -> list[float]:
         """Return the learning rates of at most ``rounds`` rounds, fewer if the schedule ends before."""
@@ -157,6 +153,14 @@ def describe_call(function: Any, arguments: Mapping[str, Any]) -> str:
     return f"{path}({listed})" if listed else path
 
 
+def spell_call(value: Any) -> str | None:
+    """Return the expression of a value with a ``function`` that another process can import; "" without a function."""
+    function = getattr(value, "function", None)
+    if function is None:
+        return ""
+    return getattr(value, "text", str(value)) if find_import_path(function) else None
+
+
 def _accept(schedule: object, _text: str | None) -> Schedule:
     """Convert a function of the round, or a class of torch's schedulers or a partial of one, to a :class:`Schedule`."""
     if isinstance(schedule, Schedule):
@@ -183,12 +187,6 @@ def _adapt(schedule: Callable[..., Any], user_defined: bool) -> Callable[..., An
     return partial(partial, schedule) if of_torch else bind_arguments(schedule, user_defined)
 
 
-def _spell(schedule: Schedule) -> str | None:
-    if not isinstance(schedule, CustomSchedule):
-        return ""
-    return str(schedule) if find_import_path(schedule.function) else None
-
-
 KINDS = {"constant": Schedule, "cosine": Cosine, "step": StepDecay, "exponential": Exponential}
-SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=_spell)
+SCHEDULES = Catalog[Schedule]("schedule", KINDS, _accept, adapt=_adapt, spell=spell_call)
 """Schedules of the learning rate; the number of ``rounds`` is added by the caller."""

@@ -284,8 +284,8 @@ def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[flo
 
 def _choose_rates(optimizer: Optimizer) -> tuple[float, ...]:
     """Return the learning rates to try with ``optimizer``; with one of torch's, multiples of its default."""
-    if isinstance(optimizer, TorchOptimizer) and not issubclass(optimizer.kind, torch.optim.SGD):
-        usual = inspect.signature(optimizer.kind).parameters.get("lr")
+    if isinstance(optimizer, TorchOptimizer) and not issubclass(optimizer.function, torch.optim.SGD):
+        usual = inspect.signature(optimizer.function).parameters.get("lr")
         if usual and isinstance(usual.default, float):
             return tuple(float(f"{factor * usual.default:.3g}") for factor in TIMES_DEFAULT)
     return ADAMW_RATES if isinstance(optimizer, AdamW) else RATES

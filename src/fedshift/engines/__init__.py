@@ -1,7 +1,7 @@
 """Engines run the clients' local work of a round. They depend only on the kernel, and methods do not depend on engines.
 
 An engine is a subclass of :class:`fedshift.engines.engine.Engine`. Engines in :data:`ENGINES` are available by name and
-are tested by ``tests/laws``; a user's own is named by its class, ``package.module:Class``.
+are tested by ``tests/laws``; a user's engine is named by its class, ``package.module:Class``.
 """
 
 from __future__ import annotations

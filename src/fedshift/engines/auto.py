@@ -24,7 +24,6 @@ from ..core.kernel import init_client, init_server
 from ..core.network import forward
 from ..core.plan import Plan
 from ..data.augmentation import Augmentation
-from ..nn.linear import use_torch_linear
 from ..utils.files import cached_measurement
 from ..utils.processors import available_processors
 from ..utils.profiling import wait_for_device
@@ -40,11 +39,11 @@ from .stacked import Stacked
 LITTLE = 1e11
 """Total operations below which a run takes about a second on any engine."""
 LARGE = 1e10
-"""Operations of a step from which stacking gains nothing on a CPU."""
+"""Operations of a step from which stacking does not pay on a CPU."""
 FAST = 1e13
 """Operations per second of a GPU, roughly."""
-TIMED = 1e10
-"""Operations of a timed round, about; lanes take at least two steps, if a round has so many, on at least one client."""
+TIMED = 0.1
+"""Seconds of a timed round, about, if a CPU does ``LITTLE`` operations per second; lanes take at least two steps."""
 MANY = 256
 """Maximum number of clients in a timed round."""
 TURNS, SHORT = 5, 0.05
@@ -139,7 +138,7 @@ def count_operations(plan: Plan, data: Data) -> int:
     with suppress(AttributeError):  # keeps the compiler out, whose import takes a second; not in all versions of torch
         vars(dispatch.__wrapped__).setdefault("__dynamo_disable", dispatch.__wrapped__)
     counter = flop_counter.FlopCounterMode(display=False)  # its tracker of layers fails where these differentiate
-    with flop_counter._FlopCounterMode(counter), use_torch_linear():
+    with flop_counter._FlopCounterMode(counter):
         forward(plan, clone(plan.initial), x)
     return 3 * int(counter.get_total_flops())
 
@@ -147,8 +146,7 @@ def count_operations(plan: Plan, data: Data) -> int:
 def estimate_seconds(plan: Plan, data: Data, *, clients: int, rounds: int) -> float:
     """Estimate the seconds that the rounds take without timing, from operations and a millisecond per step."""
     steps, batch = count_steps(plan, data)
-    speed = LITTLE if _is_on_cpu(data) else FAST
-    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / speed)
+    return steps * clients * rounds * (1e-3 + count_operations(plan, data) * batch / _find_speed(data))
 
 
 def count_steps(plan: Plan, data: Data) -> tuple[int, int]:
@@ -167,6 +165,10 @@ def _is_on_cpu(data: Data) -> bool:
     return next(iter(data.values())).y.device.type == "cpu"
 
 
+def _find_speed(data: Data) -> float:
+    return LITTLE if _is_on_cpu(data) else FAST
+
+
 def _count_step(plan: Plan, data: Data) -> int:
     """Return the operations of a step."""
     return count_operations(plan, data) * count_steps(plan, data)[1]
@@ -183,13 +185,13 @@ def _format_time(value: float) -> str:
 def _time_engines(
     plan: Plan, data: Data, clients: int, processes: int, augment: Augmentation | None, separate_uploads: bool
 ) -> dict[str, float]:
-    """Return the seconds of a client's step on each engine, in a round of about ``TIMED`` operations."""
+    """Return the seconds of a client's step on each engine, from rounds of about ``TIMED`` seconds."""
     timed: dict[str, type[Engine]] = {"sequential": Sequential}
     if _may_stack(plan, data) and Stacked.refusal(plan, data) is None:
         timed["stacked"] = Stacked
     if not separate_uploads and Identity.refusal(plan, data) is None:
         timed["identity"] = Identity
-    most = int(TIMED / max(1, _count_step(plan, data)))
+    most = int(TIMED * _find_speed(data) / max(1, _count_step(plan, data)))
     names = list(data)[: max(1, min(clients, MANY, most // 2) if len(timed) > 1 else 1)]
     short = _shorten(plan, data, max(min(2, len(timed)), most // len(names)))
     works, steps = dict[str, Callable[[], object]](), dict[str, int]()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
+from itertools import starmap
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +29,7 @@ from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
 from ..nn.recognition import placed_hooks
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.profiling import timed_section
 from ..utils.random_streams import key_bits, stream
 from ..utils.state import State, clone, move_together, pick
 from .half_precision import Step, advise
@@ -161,7 +165,7 @@ class Engine(ABC):
         return bounds, self.plan.work.steps_of_round(client.steps, len(bounds))
 
     def draw_batches(self, name: str, client: ClientState, phase: Phase | None = None) -> Batches:
-        """Return the client's batches in this round, or in a separate ``phase``, whose steps are numbered apart."""
+        """Return the client's batches in this round, or in a separate ``phase``, which counts its steps separately."""
         bounds, steps = self.steps_of_round(name, client)
         if phase:
             count = phase.epochs * len(bounds)
@@ -183,6 +187,28 @@ class Engine(ABC):
             return data.scale(stored, self.plan.dtype), y
         x = data.scale(stored, self.plan.dtype, lambda x: augment(x, stream(*key)))
         return x, augment_masks(augment, y, stream(*key)) if y.dim() > 2 else y
+
+    def iterate(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
+        """Yield the inputs ``[B, ...]``, targets ``[B, ...]`` and key of each step."""
+        keys = self.step_keys(name, [step for step, _ in batches])
+        moved = move_batches(batches, keys.device)
+        ahead = self.data[name].threaded and len(batches) > 1
+        loaded = self._load_ahead(name, moved) if ahead else starmap(partial(self.load_batch, name), moved)
+        for key in keys.unbind():
+            with timed_section("data"):
+                x, y = next(loaded)
+            yield x, y, key
+
+    def _load_ahead(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield the inputs and targets of each batch, whose samples a thread reads while the batch before is used."""
+        data, calls = self.data[name], iter([(index, (self.seed, name, step)) for step, index in batches])
+        with ThreadPoolExecutor(1) as thread:
+            pending = thread.submit(data.read, *next(calls))
+            for batch in batches:
+                stored = pending.result()
+                if call := next(calls, None):
+                    pending = thread.submit(data.read, *call)
+                yield self.load_batch(name, *batch, stored)
 
     def see(self, name: str, batches: Batches) -> Seen | None:
         """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.

@@ -5,17 +5,16 @@ chunks whose parameters fit the processor's cache, one thread per chunk. If all 
 same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under plain SGD, factored
 gradients are multiplied directly into the parameters. The recorded steps depend only on the round's clients, so that a
 resumed run produces the same bits. A client leaves the stack after its last step; batches are never padded or masked.
-If only the sum of uploads is needed, a chunk computes only the sum: lanes that take one step of SGD share all
-parameters except personal ones, and lanes that take several steps on few samples defer the updates of large linear
-layers for the round, so that all lanes multiply by the same weights.
+If only the sum of uploads is needed, a chunk computes only the sum, and lanes with few samples defer the updates of
+large linear layers for the round, so that all lanes multiply by the same weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from itertools import groupby, islice
+from functools import cache, partial
+from itertools import islice
 from math import ceil
 from threading import Lock
 from typing import NamedTuple
@@ -44,14 +43,13 @@ from ..core.step import client_step_
 from ..data.augmentation import Augmentation
 from ..data.samples import Samples, are_alike, gather_rows
 from ..nn.deferred import FEW, LaneUpdates
-from ..nn.linear import chosen_products
 from ..utils.profiling import timed_section
 from ..utils.random_streams import torch_stream
 from ..utils.state import State, clone, drop_equal, move_together, nbytes, pick
 from ..utils.threads import map_in_threads
 from .engine import Batches, ClientResult, Data, Engine, find_exchange, measure_activations, move_batches
 from .sequential import Sequential
-from .stepper import Held, Stack, Stepper, replace_parts
+from .stepper import Deferred, Stack, Stepper, replace_parts
 
 CACHE = 2**24
 """Maximum size, in bytes, of the trained parameters of a chunk on a CPU."""
@@ -64,7 +62,7 @@ MEMORY = 2**33
 """Bytes of memory of a device that does not tell."""
 GATHERED = 2**25
 """Maximum size, in bytes, of the samples gathered for a chunk's next steps."""
-LARGE = 2**15
+MIN_DEFERRED_WEIGHTS = 2**15
 """Minimum number of weights of a layer whose updates are deferred."""
 TRIED = 4
 """Number of samples in a batch with which an engine is tried on a plan."""
@@ -97,13 +95,13 @@ class Stacked(Engine):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._shared = frozenset() if self.separate_uploads else find_shared(self.plan, self.data)
-        self._holdable = frozenset() if self.separate_uploads or self._shared else find_holdable(self.plan, self.data)
-        self.width = count_lanes(self.plan, self.data, len(self.data), self._shared)
-        self._stepper = Stepper(self.plan, self._shared)
-        self._whole = _WholeBatches()
         alike = self.plan.clients_differ_only_in_entries and sums_suffice(self.plan)
         self._is_summed = alike and not self.separate_uploads
+        self._deferrable = find_deferrable(self.plan, self.data) if self._is_summed else frozenset[str]()
+        self._count_lanes = cache(partial(count_lanes, self.plan, self.data))
+        self.width = self._count_lanes(len(self.data))
+        self._stepper = Stepper(self.plan)
+        self._whole = _WholeBatches()
 
     @override
     @classmethod
@@ -122,22 +120,20 @@ class Stacked(Engine):
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes, self._weigh(lane)), reverse=True)
         on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
         threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
-        kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # lanes that share or defer are averaged unweighted
-        equal = groupby(zip(kinds, lanes, strict=True), lambda pair: pair[0])
-        groups = [[lane for _, lane in pairs] for _, pairs in equal] if self._shared else [lanes]
-        held, width, sizes = dict[str, frozenset[str]](), self.width, lanes[0].sizes
-        if kinds[0] == kinds[-1] and (held := choose_held(self.plan, self._holdable, sizes)):
-            width = count_lanes(self.plan, self.data, len(lanes), frozenset(held), sum(sizes))
+        deferred, width, sizes = frozenset[str](), self.width, lanes[0].sizes
+        kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # lanes that defer are averaged unweighted
+        if kinds[0] == kinds[-1] and (deferred := choose_deferred(self.plan, self._deferrable, sizes)):
+            width = self._count_lanes(len(lanes), deferred, sum(sizes))
         width = even_width(len(lanes), width, threads)
-        chunks = [lanes[start : start + width] for lanes in groups for start in range(0, len(lanes), width)]
-        for results in map_in_threads(partial(self._train_chunk, server, held), chunks, threads):
+        chunks = [lanes[start : start + width] for start in range(0, len(lanes), width)]
+        for results in map_in_threads(partial(self._train_chunk, server, deferred), chunks, threads):
             yield from results
 
     def _train_chunk(
-        self, server: ServerState, held: Mapping[str, frozenset[str]], lanes: Sequence[_Lane]
+        self, server: ServerState, deferred: frozenset[str], lanes: Sequence[_Lane]
     ) -> list[tuple[str, ClientResult]]:
         job, stack = self._load(server, lanes)
-        updates = hold(stack[0], held, sum(lanes[0].sizes))
+        updates = defer(stack[0], deferred, sum(lanes[0].sizes))
         for number, phase in enumerate(self.plan.before):
             stack, _ = self._take_steps(
                 lanes, [lane.before[number] for lane in lanes], replace(job, separate_phase=phase), stack
@@ -154,7 +150,7 @@ class Stacked(Engine):
         most = losses_KS.shape[1]
         sizes_KS = torch.tensor([lane.sizes + [0] * (most - len(lane.sizes)) for lane in lanes], dtype=torch.float64)
         if not (losses_KS.isfinite().all() and _is_finite(self.plan, stack)):
-            if self._shared or updates:  # lanes have no individual parameters to check
+            if updates:  # lanes have no individual parameters to check
                 sequential = Sequential(self.plan, self.data, self.seed, augment=self.augment)
                 return [(lane.name, sequential.train_client(server, lane.name, lane.client)) for lane in lanes]
             self._refuse_divergence(server, lanes, job, stack, losses_KS)
@@ -199,18 +195,17 @@ class Stacked(Engine):
 
     def _take_steps(
         self, lanes: Sequence[_Lane], turns: Sequence[Batches], job: LocalTrainingState, stack: Stack,
-        held: Held | None = None,
+        deferred: Deferred | None = None,
     ) -> tuple[Stack, Tensor]:  # fmt: skip
         """Return the stack after each lane's steps in ``turns``, and their losses, float64 ``[lanes, steps]``.
 
-        ``job``: the state common to all lanes. Losses of steps that a lane does not take are 0. ``held``: storage for
-        deferred updates of some parameters, if lanes have batches of the same sizes.
+        ``job``: the state common to all lanes. Losses of steps that a lane does not take are 0. ``deferred``: storage
+        for updates of some parameters, if lanes have batches of the same sizes.
         """
         samples = _Samples(self, [lane.name for lane in lanes], turns, self._whole)
         most = max(map(len, turns))
         losses_KS = torch.zeros(len(lanes), most, dtype=torch.float64, device=samples.device)
-        exclude = self._shared | frozenset(held or {})
-        stack = _make_writable(stack[0], exclude), stack[1], *map(_make_writable, stack[2:])
+        stack = _make_writable(stack[0], frozenset(deferred or {})), stack[1], *map(_make_writable, stack[2:])
         steps = list(self._group_steps(lanes, turns))
         fewer = [torch.tensor(members) for *_, members in steps if len(members) < len(lanes)]
         indices = iter(move_together(fewer, samples.device))
@@ -221,7 +216,7 @@ class Stacked(Engine):
             now = replace(job, planned_steps=planned)
             now = now if job.separate_phase else replace(now, done=job.start + at)
             if index is None:
-                stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, held=held)
+                stack, losses_KS[:, at] = self._stepper.step(now, stack, x, y, keys, recorded=True, deferred=deferred)
                 continue
             rows = tuple({entry: tensor[index] for entry, tensor in state.items()} for state in stack)
             changed, loss = self._stepper.step(now, rows, x, y, keys)
@@ -407,67 +402,55 @@ def _gather_lanes(data: Sequence[Samples], indices: Sequence[Tensor]) -> tuple[T
     return gather_rows(data, indices).reshape(*y_KR.shape[:2], *data[0].shape), y_KR
 
 
-def find_shared(plan: Plan, data: Data) -> frozenset[str]:
-    """Return the parameters that lanes can share if only the sum of uploads is needed.
+def find_deferrable(plan: Plan, data: Data) -> frozenset[str]:
+    """Return the weights whose updates lanes can defer if only the sum of uploads is needed.
 
-    In a round of one step of SGD, the mean of equally weighted steps with batches of one size equals a step along the
-    mean gradient, which one pass computes without per-lane copies. Empty if steps differ, or if ``torch.vmap`` cannot
-    run the network with parameters without lanes, which is tested by one step.
+    These are weights of large linear layers that all lanes load and call once, on vectors, which is tested by one step.
     """
-    same = not plan.defines("gradients") and plan.estimator is None and not (plan.before or plan.after)
-    linear = isinstance(plan.optimizer, SGD) and not plan.optimizer.keep and same
-    once = plan.work.is_one_step(map(len, data.values()), plan.smallest_batch)
-    shared = frozenset(entry.name for entry in plan.entries if not entry.is_buffer) & plan.loaded
-    if not (once and linear and plan.clients_differ_only_in_entries and sums_suffice(plan) and shared & plan.trained):
-        return frozenset()
-    return shared if _can_step(plan, data, shared) else frozenset()
+    chosen = choose_deferred(plan, plan.loaded & plan.trained, sizes_of_round(plan, min(map(len, data.values()))))
+    return frozenset(name for name in chosen if _can_defer(plan, data, name))
 
 
-def _can_step(plan: Plan, data: Data, shared: frozenset[str] = frozenset(), held: str = "") -> bool:
-    """Return whether lanes can take a step with ``shared`` parameters, or with deferred updates of ``held``."""
+def _can_defer(plan: Plan, data: Data, name: str) -> bool:
+    """Return whether two lanes can take a step with deferred updates of the parameter ``name``."""
+    split = next(iter(data.values()))
+    index = torch.arange(plan.smallest_batch, device=split.y.device) % len(split)
+    x, y = (tensor.expand(2, *tensor.shape) for tensor in (split.inputs(index, plan.dtype), split.targets(index)))
+    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
+    params, *others = _stack_jobs(plan, [job] * 2)
+    deferred = defer(params, frozenset([name]), FEW)
+    deferred[name].rows = FEW // 2
+    stack = _make_writable(params, frozenset(deferred)), *map(_make_writable, others)
+    keys = torch.zeros(2, dtype=torch.int64, device=y.device)
     try:
-        prepare_steps(plan, data, 2, 1, shared=shared, held={held: frozenset()} if held else {}, rows=FEW)()
+        Stepper(plan).step(job, stack, x, y, keys, recorded=True, deferred=deferred)
     except (RuntimeError, ValueError, TypeError):
         return False
     return True
 
 
-def find_holdable(plan: Plan, data: Data) -> frozenset[str]:
-    """Return the weights whose updates lanes can defer if only the sum of uploads is needed.
-
-    These are weights of large linear layers that all lanes load and call once, on vectors, which is tested by one step.
-    """
-    if not (plan.clients_differ_only_in_entries and sums_suffice(plan)):
-        return frozenset()
-    fewest = sizes_of_round(plan, min(map(len, data.values())))
-    chosen = choose_held(plan, plan.loaded & plan.trained, fewest)
-    return frozenset(name for name in chosen if _can_step(plan, data, held=name))
-
-
-def choose_held(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> dict[str, frozenset[str]]:
+def choose_deferred(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> frozenset[str]:
     """Return the weights among ``names`` whose updates lanes with batches of ``sizes`` should defer for a round.
 
-    These are weights of linear layers larger than their factored updates (:mod:`fedshift.nn.deferred`), if steps are
-    plain SGD in full precision and no rule reads weights; each has the products that its layer computes with oneDNN.
+    These are weights of large linear layers (:mod:`fedshift.nn.deferred`), if steps are plain SGD in full precision and
+    no rule reads weights. In rounds of several steps, which read the updates, batches must be small, and layers larger
+    than their factored updates.
     """
     reads = any(map(plan.defines, ("batch", "outputs", "loss")))
-    if max(sizes, default=FEW + 1) > FEW or reads or plan.autocast or not plan.is_plain_sgd:
-        return {}
-    layers = {id(layer._parameters): layer for layer in plan.layers if isinstance(layer, nn.Linear)}
-    shapes = {name: plan.initial[name].shape for name in names}
-    linear = [(name, layers[id(held)]) for held, key, name, _ in plan.slots if key == "weight" and id(held) in layers]
-    return {
-        name: chosen_products(layer)
-        for name, layer in linear
-        if name in names and LARGE <= shapes[name].numel() >= sum(sizes) * sum(shapes[name])
-    }
+    rows = sum(sizes) if len(sizes) > 1 else 0
+    if not sizes or (rows and max(sizes) > FEW) or reads or plan.autocast or not plan.is_plain_sgd:
+        return frozenset()
+    linear = {id(layer._parameters) for layer in plan.layers if isinstance(layer, nn.Linear)}
+    weights = {slot.name for slot in plan.slots if slot.key == "weight" and id(slot.held) in linear}
+    shapes = {name: plan.initial[name].shape for name in weights & names}
+    return frozenset(
+        name for name, shape in shapes.items() if shape.numel() >= max(MIN_DEFERRED_WEIGHTS, rows * sum(shape))
+    )
 
 
-def hold(params: State, held: Mapping[str, frozenset[str]], rows: int) -> Mapping[str, LaneUpdates]:
-    """Allocate ``rows`` rows for deferred updates of the parameters ``held``, which are equal in all lanes."""
-    return {
-        name: LaneUpdates(params[name][0].contiguous(), len(params[name]), rows, fast) for name, fast in held.items()
-    }
+def defer(params: State, names: frozenset[str], rows: int) -> Deferred:
+    """Allocate ``rows`` rows for deferred updates of the parameters ``names``, which are equal in all lanes."""
+    return {name: LaneUpdates(params[name][0].contiguous(), len(params[name]), rows) for name in sorted(names)}
 
 
 def sizes_of_round(plan: Plan, samples: int) -> list[int]:
@@ -488,18 +471,17 @@ def even_width(clients: int, width: int, threads: int) -> int:
     return ceil(clients / chunks)
 
 
-def count_lanes(plan: Plan, data: Data, clients: int, shared: frozenset[str] = frozenset(), rows: int = 0) -> int:
+def count_lanes(plan: Plan, data: Data, clients: int, deferred: frozenset[str] = frozenset(), rows: int = 0) -> int:
     """Return how many of ``clients`` to step together, so that parameters fit the cache and activations the memory.
 
-    ``shared``: parameters that lanes share, with ``rows`` rows of deferred updates per client.
+    ``deferred``: parameters that lanes share, with ``rows`` rows of deferred updates per client.
     """
-    unshared = nbytes(pick(plan.initial, plan.trained - shared))
-    sizes = [sum(plan.initial[name].shape) * plan.initial[name].element_size() for name in shared] if rows else []
-    held = rows * sum(sizes)
+    separate = nbytes(pick(plan.initial, plan.trained - deferred))
+    factors = rows * sum(sum(plan.initial[name].shape) * plan.initial[name].element_size() for name in deferred)
     largest = max(map(len, data.values()))
     activations = measure_activations(plan, data) * min(plan.work.batch_size or largest, largest)
     most_parameters, most_activations = _find_limits(next(iter(data.values())).y.device)
-    fitting = most_parameters // max(1, unshared), most_activations // max(1, activations + held)
+    fitting = most_parameters // max(1, separate), most_activations // max(1, activations + factors)
     return min(clients, *(max(1, count) for count in fitting))
 
 
@@ -512,38 +494,6 @@ def _find_limits(device: torch.device) -> tuple[int, int]:
         return CACHE, ACTIVATIONS
     memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else MEMORY
     return memory // LANES_PART, memory // ACTIVATIONS_PART
-
-
-def prepare_steps(
-    plan: Plan, data: Data, lanes: int, threads: int, batch: int | None = None, steps: int = 1,
-    shared: frozenset[str] = frozenset(), held: Mapping[str, frozenset[str]] | None = None, rows: int = 0,
-) -> Callable[[], None]:  # fmt: skip
-    """Return a function that takes ``steps`` steps with ``threads`` chunks of ``lanes`` clients, for timing or testing.
-
-    ``shared``: see :class:`Stepper`; ``held``: parameters with deferred updates, whose buffers of ``rows`` rows are
-    half full.
-    """
-    split = next(iter(data.values()))
-    index = torch.arange(batch or plan.smallest_batch, device=split.y.device) % len(split)
-    x, y = split.inputs(index, plan.dtype), split.targets(index)
-    x, y = (tensor.expand(lanes, *tensor.shape).contiguous() for tensor in (x, y))
-    keys = torch.zeros(lanes, dtype=torch.int64, device=y.device)
-    job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-    stepper = Stepper(plan, shared)
-    stacks = [_stack_jobs(plan, [job] * lanes) for _ in range(threads)]
-    updates = [hold(stack[0], held or {}, rows) for stack in stacks]
-    stacks = [(_make_writable(stack[0], frozenset(held or {})), *map(_make_writable, stack[1:])) for stack in stacks]
-
-    def take(chunk: tuple[Stack, Held]) -> None:
-        for _ in range(steps):
-            for each in chunk[1].values():
-                each.rows = min(rows // 2, rows - x.shape[1])
-            stepper.step(job, chunk[0], x, y, keys, recorded=True, held=chunk[1])
-
-    def run() -> None:
-        list(map_in_threads(take, list(zip(stacks, updates, strict=True)), threads))
-
-    return run
 
 
 def _stack_jobs(plan: Plan, jobs: Sequence[LocalTrainingState]) -> Stack:

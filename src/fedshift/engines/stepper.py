@@ -1,10 +1,8 @@
-"""Steps of stacked clients (lanes): recorded once per shape, and merged into one pass if only averages are needed.
+"""Steps of stacked clients (lanes), recorded once per shape.
 
 A step that all lanes take with batches of one size is a flat list of tensor operations (:mod:`fedshift.engines.tape`).
-Under plain SGD, factored gradients are multiplied directly into the parameters. If lanes take one step from the same
-parameters and only their sum is needed, lanes share parameters: one product computes all lanes, and its gradient is the
-sum of their gradients (FedSMB's identity, Nasirigerdeh et al., arXiv:2011.07006, for a part of the network). If they
-take more steps, updates of large layers may be deferred for the round (:class:`LaneUpdates`).
+Under plain SGD, factored gradients are multiplied directly into the parameters, and updates of large layers may be
+deferred for the round (:class:`LaneUpdates`).
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from ..core.states import LocalTrainingState
 from ..core.step import combine_samples, compute_objective, list_active, transform_gradients, update_
 from ..nn.deferred import LaneUpdates, LaneWeight
 from ..nn.lanes import MergedLanes
-from ..nn.linear import vmapped_lanes
 from ..utils.profiling import timed_section
 from ..utils.state import State
 from .tape import Factors, Tape, Untraceable
@@ -37,75 +34,52 @@ Stack = tuple[State, ...]
 
 Each entry is ``[lanes, ...]``. Loaded entries are omitted if all lanes load the same.
 """
-Gradients = Mapping[str, Tensor | Factors]
-Held = Mapping[str, LaneUpdates]
+Deferred = Mapping[str, LaneUpdates]
 """Deferred updates by parameter."""
+Slopes = Mapping[str, tuple[Tensor, Tensor]]
+"""By parameter with deferred updates, the gradients of its layer's outputs, ``[lanes, B, O]``, and its inputs."""
 
 
 class Stepper:
-    """Steps lanes with batches of one size; thread-safe.
+    """Steps lanes with batches of one size; thread-safe."""
 
-    ``shared``: parameters that are equal in all lanes before the only step, and of which only the mean is needed after
-    it (:func:`find_shared`).
-    """
-
-    def __init__(self, plan: Plan, shared: frozenset[str] = frozenset()) -> None:
-        self.plan, self._shared = plan, shared
+    def __init__(self, plan: Plan) -> None:
+        self.plan = plan
         self.template = Lock()  # running the plan's module replaces its tensors
         self._tapes: dict[object, Tape | None] = {}
         self._rules_act = any(map(plan.defines, ("batch", "outputs", "loss")))
+        self._factors = plan.is_plain_sgd and not self._rules_act
         self._elementwise = isinstance(plan.optimizer, SGD) and not plan.defines("gradients")
 
     def step(
         self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool = False,
-        held: Held | None = None,
+        deferred: Deferred | None = None,
     ) -> tuple[Stack, Tensor]:  # fmt: skip
         """Step all lanes of ``stack`` in place; ``job`` holds the state common to all lanes.
 
         ``x [lanes, B, ...]``, ``y [lanes, B]``, ``keys [lanes]``; ``recorded``: whether to use a tape, if possible.
-        ``held``: storage for the updates of parameters that stay unchanged. Returns the new stack and the losses
+        ``deferred``: storage for the updates of parameters that stay unchanged. Returns the new stack and the losses
         ``[lanes]``.
         """
-        if self._shared:
-            return self._step_together(job, stack, x, y, keys)
-        held = held or {}
-        params, rest, optimizer, *memory = stack
-        weights = {**params, **{name: each.w_OI for name, each in held.items()}}
+        params, rest, *others = stack
+        deferred = deferred or {}
         with timed_section("forward and backward"):
-            lanes = weights, rest, optimizer, *memory
-            grads, rest, loss = self._differentiate(job, lanes, x, y, keys, recorded=recorded, held=held)
+            factors = {name: updates.factors() for name, updates in deferred.items()}
+            weights = {**params, **{name: updates.w_OI for name, updates in deferred.items()}}
+            before = {name: tensor.contiguous() for name, tensor in rest.items()}
+            inputs = weights, before, x, y, keys, factors, self._list_read(job, stack)
+            run = (self._find_tape(job, stack, inputs) if recorded else None) or partial(self._compute, job, stack)
+            grads, after, loss, slopes = run(*inputs)
         with timed_section("update"):
             if self.plan.is_plain_sgd and not job.separate_phase:
-                _subtract_(params, grads, job.lr, held)
+                _subtract_(params, grads, job.lr)
+                for name, (slope_KBO, x_KBI) in slopes.items():
+                    deferred[name].add_(slope_KBO, x_KBI, job.lr)
             elif self._elementwise:
-                parts = params, stack[1], optimizer, *memory
-                update_(self.plan, replace_parts(job, parts), dict(grads), rest, 0)  # type: ignore[arg-type]
+                update_(self.plan, replace_parts(job, stack), grads, after, 0)
             else:
-                update_lane = partial(self._update_lane, job)
-                torch.vmap(update_lane)(grads, rest, (params, stack[1], optimizer, *memory), keys)
-        return (params, rest, optimizer, *memory), loss
-
-    def _step_together(
-        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor
-    ) -> tuple[Stack, Tensor]:
-        """Take :meth:`step` with the mean of the lanes' gradients for the shared parameters."""
-        shared = self._shared
-        params, before = (
-            {n: tensor[0].contiguous() if n in shared else tensor for n, tensor in state.items()} for state in stack[:2]
-        )
-        with timed_section("forward and backward"):
-            sums, rest, loss = self._differentiate(job, (params, before, *stack[2:]), x, y, keys, recorded=True)
-        with timed_section("update"):
-            if self.plan.is_plain_sgd:
-                rates = {n: job.lr / len(x) if n in shared else job.lr for n in params}
-                params = {n: t.sub(sums[n], alpha=rates[n]) if n in sums else t for n, t in params.items()}  # type: ignore[arg-type]
-            else:
-                grads: State = {n: grad / len(x) if n in shared else grad for n, grad in sums.items()}  # type: ignore[operator,misc]
-                params = {n: tensor.clone() if n in shared else tensor for n, tensor in params.items()}
-                parts = params, stack[1], self.plan.optimizer.init(params), *stack[3:]
-                update_(self.plan, replace_parts(job, parts), grads, rest, 0)
-        params = {n: tensor.expand(len(x), *tensor.shape) if n in shared else tensor for n, tensor in params.items()}
-        return (params, rest, *stack[2:]), loss
+                torch.vmap(partial(self._update_lane, job))(grads, after, stack, keys)
+        return (params, after, *others), loss
 
     def _list_read(self, job: LocalTrainingState, stack: Stack) -> tuple[Any, ...]:
         """Return the inputs of rules that vary between steps and must not be constants of a tape."""
@@ -118,115 +92,86 @@ class Stepper:
         after = update_(self.plan, lane, transform_gradients(self.plan, lane, grads, key), rest, 0)
         return after.params, after.optimizer, after.rest
 
-    def _differentiate(
-        self, job: LocalTrainingState, stack: Stack, x: Tensor, y: Tensor, keys: Tensor, *, recorded: bool,
-        held: Held | None = None,
-    ) -> tuple[Gradients, State, Tensor]:  # fmt: skip
-        """Return the gradients, ``rest`` after the batch and the data losses ``[lanes]``.
+    def _find_tape(self, job: LocalTrainingState, stack: Stack, inputs: tuple[Any, ...]) -> Tape | None:
+        """Return the tape of steps of this kind, recorded if it is the first; None: they are not recorded."""
+        if job.separate_phase:
+            return None
+        shapes = tuple(tensor.shape for tensor in tree_leaves(inputs[2:]))
+        kind = shapes, job.frozen, self.plan.list_updates(job)
+        if kind not in self._tapes and (self._factors or len(self._tapes) < TAPES):
+            try:
+                self._tapes[kind] = Tape(partial(self._compute, job, stack), inputs, factored=self._factors)
+            except Untraceable:
+                self._tapes[kind] = None
+        return self._tapes.get(kind)
 
-        For ``held`` parameters, the gradient is a pair: the gradients of the layer's outputs, and its inputs.
-        """
-        params, rest, *_ = stack
-        held = held or {}
-        factors = {name: updates.factors() for name, updates in held.items()}
-        rest = {name: tensor.contiguous() for name, tensor in rest.items()}
-        read = self._list_read(job, stack)
-        inputs = params, rest, x, y, keys, factors, read
-
-        def run(
-            params: State, rest: State, x: Tensor, y: Tensor, keys: Tensor, factors: Any, read: tuple[Any, ...]
-        ) -> tuple[State, State, Tensor, dict[str, Any]]:
-            now, around = job, stack[3:]
-            if self._rules_act:
-                around, loaded, server, steps, lr = read
-                now = replace(job, global_params=loaded, server_memory=server, counter=steps, lr=lr)
-            lanes = {name: (*pair, held[name].fast) for name, pair in factors.items()}
-            with self.template:
-                parts = params, rest, *around
-                grads, after, loss = _compute_lanes(self.plan, now, parts, x, y, keys, shared=self._shared, held=lanes)
-            return grads, after, loss, {name: grads.pop(name) for name in held}
-
-        tape = None
-        # A tape fixes the round, and one a round costs more than it saves.
-        if recorded and not job.separate_phase:
-            shapes = tuple(tensor.shape for tensor in tree_leaves((x, y, factors, read)))
-            kind = shapes, job.frozen, self.plan.list_updates(job)
-            factored = self.plan.is_plain_sgd and not (self._shared or self._rules_act)
-            if kind not in self._tapes and (factored or len(self._tapes) < TAPES):
-                try:
-                    self._tapes[kind] = Tape(run, inputs, factored=factored)
-                except Untraceable:
-                    self._tapes[kind] = None
-            tape = self._tapes.get(kind)
-        grads, after, loss, pairs = (tape or run)(*inputs)
-        return grads | pairs, after, loss
+    def _compute(
+        self, job: LocalTrainingState, stack: Stack, params: State, rest: State, x: Tensor, y: Tensor, keys: Tensor,
+        factors: Mapping[str, tuple[Tensor, Tensor]], read: tuple[Any, ...],
+    ) -> tuple[State, State, Tensor, Slopes]:  # fmt: skip
+        """Return the lanes' gradients, their ``rest`` after the batch, their data losses and their slopes."""
+        loaded, memory = stack[3], stack[4:]
+        if self._rules_act:
+            (loaded, *memory), common, server, steps, lr = read
+            job = replace(job, global_params=common, server_memory=server, counter=steps, lr=lr)
+        with self.template:
+            if self.plan.estimator is None:
+                return _differentiate(self.plan, job, (params, rest, loaded, *memory), x, y, keys, factors)
+            combine = partial(_combine_lane, self.plan, job)
+            return *torch.vmap(combine)((params, rest, {}, loaded, *memory), x, y, keys), {}
 
 
-def _compute_lanes(
-    plan: Plan, job: LocalTrainingState, parts: Stack, x: Tensor, y: Tensor, keys: Tensor, *, shared: frozenset[str],
-    held: Mapping[str, tuple[Tensor, Tensor, frozenset[str]]],
-) -> tuple[dict[str, Any], State, Tensor]:  # fmt: skip
-    """Return the gradients of the lanes' objectives, their ``rest`` after the batch, and their data losses.
+def _combine_lane(plan: Plan, job: LocalTrainingState, parts: Stack, *batch: Tensor) -> tuple[State, State, Tensor]:
+    return combine_samples(plan, replace_parts(job, parts), *batch)
 
-    Parameters that the objective does not depend on have none.
-    ``shared`` parameters have no lanes; their gradients are summed over lanes. ``held`` parameters have no lanes
-    either; each is mapped to the two factors of its deferred updates and its oneDNN products, and its gradient is a
-    pair: the gradients of the layer's outputs, ``[lanes, B, O]``, and the inputs, ``[lanes, B, I]``.
+
+def _differentiate(
+    plan: Plan, job: LocalTrainingState, parts: Stack, x: Tensor, y: Tensor, keys: Tensor,
+    factors: Mapping[str, tuple[Tensor, Tensor]],
+) -> tuple[State, State, Tensor, Slopes]:  # fmt: skip
+    """Return the gradients of the lanes' objectives, their ``rest`` after the batch, their data losses and slopes.
+
+    Parameters that the objective does not depend on have no gradient. ``parts``: parameters, rest, loaded entries and
+    memories; parameters with ``factors`` of deferred updates have no lanes, and slopes instead of a gradient.
     """
 
     def descend(
         params: State, rest: State, loaded: State, memory: Stack, x: Tensor, y: Tensor, key: Tensor, lane: State
     ) -> tuple[Tensor, Tensor, State, State]:
-        weights = {
-            name: LaneWeight.of(params[name], factors, slopes, held[name][2])
-            for name, (*factors, slopes) in lane.items()
-        }
+        weights = {name: LaneWeight.of(params[name], *tensors) for name, tensors in lane.items()}
         params = {**params, **weights}
         job_of_lane = replace_parts(job, (params, rest, {}, loaded, *memory))
         total, loss, after = compute_objective(plan, job_of_lane, params, x, y, key)
         return total, loss, after, {name: weight.input for name, weight in weights.items()}
 
     params, rest, loaded, *memory = parts
-    if plan.estimator:
-
-        def combine(
-            params: State, rest: State, loaded: State, memory: Stack, *batch: Tensor
-        ) -> tuple[State, State, Tensor]:
-            return combine_samples(plan, replace_parts(job, (params, rest, {}, loaded, *memory)), *batch)
-
-        combined: tuple[State, State, Tensor] = torch.vmap(combine)(params, rest, loaded, tuple(memory), x, y, keys)
-        return combined
-    active = frozenset(list_active(plan, job))
-    leaves = {
-        name: tensor.detach().requires_grad_() if name in active and name not in held else tensor
-        for name, tensor in params.items()
+    active = frozenset(list_active(plan, job)) - factors.keys()
+    free = {name: tensor.detach().requires_grad_() for name, tensor in params.items() if name in active}
+    zeros = {
+        name: s_KRO.new_zeros(*x.shape[:2], s_KRO.shape[2], requires_grad=True) for name, (s_KRO, _) in factors.items()
     }
+    lanes = {name: (*pair, zeros[name]) for name, pair in factors.items()}
+    with torch.enable_grad(), MergedLanes():
+        dims = {name: None if name in factors else 0 for name in params}
+        arguments: Any = {**params, **free}, rest, loaded, tuple(memory), x, y, keys, lanes
+        total, loss, after, inputs = torch.vmap(descend, (dims, *[0] * 7))(*arguments)
+        gradients = torch.autograd.grad(total.sum(), (*free.values(), *zeros.values()), allow_unused=True)
+    named = dict(zip((*free, *zeros), gradients, strict=True))
+    grads = {name: named[name] for name in free if named[name] is not None}
     slopes = {
-        name: s_KRO.new_zeros(*x.shape[:2], s_KRO.shape[2], requires_grad=True) for name, (s_KRO, *_) in held.items()
+        name: (zeros[name].detach() if named[name] is None else named[name], x_KBI.detach())
+        for name, x_KBI in inputs.items()
     }
-    lanes = {name: (s_KRO, x_KRI, slopes[name]) for name, (s_KRO, x_KRI, _) in held.items()}
-    with torch.enable_grad(), vmapped_lanes(), MergedLanes():
-        dims = ({name: None if name in shared or name in held else 0 for name in state} for state in (leaves, rest))
-        arguments: Any = leaves, rest, loaded, tuple(memory), x, y, keys, lanes
-        total, loss, after, inputs = torch.vmap(descend, (*dims, *[0] * 6))(*arguments)
-        free = {name: tensor for name, tensor in leaves.items() if name in active and name not in held}
-        gradients = torch.autograd.grad(total.sum(), (*free.values(), *slopes.values()), allow_unused=True)
-    named = zip((*free, *slopes), gradients, strict=True)
-    grads: dict[str, Any] = {name: grad for name, grad in named if grad is not None}
-    grads |= {name: (grads.get(name, slopes[name].detach()), x_KBI.detach()) for name, x_KBI in inputs.items()}
-    return grads, {n: t.detach() for n, t in after.items()}, loss.detach()
+    return grads, {name: tensor.detach() for name, tensor in after.items()}, loss.detach(), slopes
 
 
-def _subtract_(params: State, grads: Gradients, lr: float, held: Held) -> None:
-    """Take a step of plain SGD in place of ``params``, or add it to the deferred updates ``held``."""
-    plain = {n: grad for n, grad in grads.items() if n not in held and not isinstance(grad, Factors)}
+def _subtract_(params: State, grads: Mapping[str, Tensor | Factors], lr: float) -> None:
+    """Take a step of plain SGD in place of ``params``."""
+    plain = {name: grad for name, grad in grads.items() if not isinstance(grad, Factors)}
     if joined := may_join(plain.values()):
         torch._foreach_sub_([params[name] for name in plain], [*plain.values()], alpha=lr)
     for name, grad in grads.items():
-        if name in held:
-            slope_KBO, x_KBI = grad
-            held[name].add_(slope_KBO, x_KBI, lr)
-        elif isinstance(grad, Factors):
+        if isinstance(grad, Factors):
             params[name].baddbmm_(*grad, alpha=-lr)
         elif not joined:
             params[name].sub_(grad, alpha=lr)

@@ -1,9 +1,8 @@
-"""Faster implementations of convolutions that oneDNN, torch's backend, runs slowly.
+"""Depthwise convolutions of small images, whose gradient oneDNN, torch's backend, computes slowly.
 
-Depthwise kernels on small images: if the padding is as tall as the outputs, as in the last blocks of MobileNetV2
-(Sandler et al. 2018, arXiv:1801.04381) on images of 32 x 32, the gradient of the kernels takes up to 200 times as long
-as the sum of products that defines it. Kernels of 1 x 1: a matrix product takes half as long. Results differ from
-torch's by rounding.
+If the padding is as tall as the outputs, as in the last blocks of MobileNetV2 (Sandler et al. 2018, arXiv:1801.04381)
+on images of 32 x 32, the gradient of the kernels takes up to 200 times as long as the sum of products that defines it.
+Results differ from torch's by rounding.
 """
 
 from __future__ import annotations
@@ -14,11 +13,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .linear import may_multiply_by_onednn, multiply_by_onednn, runs_in_lanes
+from .lanes import count_transforms
 
 Pair = tuple[int, int]
-ROWS = 512
-"""Maximum number of pixels in a batch for which the gradient of 1 x 1 kernels is faster as a product."""
 
 
 class _Depthwise(torch.autograd.Function):
@@ -45,46 +42,6 @@ class _Depthwise(torch.autograd.Function):
             None,
             None,
         )
-
-
-class _Pointwise(torch.autograd.Function):
-    """``F.conv2d`` with kernels of 1 x 1 on channels-last images, as a product of pixels and kernels.
-
-    Returns pixels as rows, ``[N H W, O]``, because in-place layers refuse views returned by a function.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x_NCHW: Tensor, w_OC11: Tensor, b_O: Tensor | None) -> Tensor:
-        ctx.save_for_backward(x_NCHW, w_OC11)
-        return multiply_by_onednn(_as_rows(x_NCHW), w_OC11.flatten(1), b_O)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (x_NCHW, w_OC11), (grad_RO,) = ctx.saved_tensors, grads
-        needed = list(ctx.needs_input_grad)
-        results: list[Tensor | None] = [None, None, None]
-        if not torch.is_grad_enabled():  # otherwise differentiated again
-            if needed[0]:
-                results[0] = _as_images(multiply_by_onednn(grad_RO, w_OC11.flatten(1).t(), None), x_NCHW)
-            if needed[1] and len(grad_RO) <= ROWS:
-                results[1] = multiply_by_onednn(grad_RO.t(), _as_rows(x_NCHW).t(), None).reshape(w_OC11.shape)
-        missing = [need and result is None for need, result in zip(needed, results, strict=True)]
-        if any(missing):
-            settings = [len(w_OC11)], (1, 1), (0, 0), (1, 1), False, (0, 0), 1
-            grad_NOHW = _as_images(grad_RO, x_NCHW)
-            rest = torch.ops.aten.convolution_backward(grad_NOHW, x_NCHW, w_OC11, *settings, missing)
-            results = [fast if fast is not None else slow for fast, slow in zip(results, rest, strict=True)]
-        return tuple(results)
-
-
-def _as_rows(x_NCHW: Tensor) -> Tensor:
-    """Return the pixels as rows, ``[N H W, C]``."""
-    return x_NCHW.permute(0, 2, 3, 1).reshape(-1, x_NCHW.shape[1])
-
-
-def _as_images(x_RC: Tensor, like: Tensor) -> Tensor:
-    """Return rows as pixels of images, in the number and size of ``like``."""
-    return x_RC.reshape(len(like), *like.shape[2:], -1).permute(0, 3, 1, 2)
 
 
 def differentiate_kernels(x_NCHW: Tensor, grad_NCHW: Tensor, kernel: Pair, stride: Pair, padding: Pair) -> Tensor:
@@ -119,29 +76,16 @@ def _match(tap: int, inputs: int, outputs: int, stride: int, padding: int) -> tu
     return slice(start, start + (last - first) * stride + 1, stride), slice(first, last + 1)
 
 
-def _apply(function: Any, *arguments: Any) -> Tensor:
-    output: Tensor = function.apply(*arguments)
-    return output
-
-
 class FastConv2d(nn.Conv2d):
-    """A 2D convolution with fast depthwise kernels on small images and fast 1 x 1 kernels."""
+    """A 2D convolution with fast depthwise kernels on small images."""
 
     def _conv_forward(self, input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        fits = input.ndim == 4 and input.shape[1] == self.in_channels and input.numel() > 0
-        if fits and input.is_cpu and not (torch.is_autocast_enabled("cpu") or runs_in_lanes()):
-            if self._is_pointwise(input):
-                return _as_images(_apply(_Pointwise, input, weight, bias), input)
-            if self._is_slow(input):
-                return _apply(_Depthwise, input, weight, bias, self.stride, self.padding)
-        usual: Tensor = super()._conv_forward(input, weight, bias)
-        return usual
-
-    def _is_pointwise(self, x: Tensor) -> bool:
-        """Return whether the convolution is a matrix product in the memory format of ``x``."""
-        plain = self.groups == 1 and self.kernel_size == (1, 1) == self.stride and self.padding in ((0, 0), "valid")
-        single = x.dtype == self.weight.dtype == torch.float32
-        return plain and single and may_multiply_by_onednn() and x.is_contiguous(memory_format=torch.channels_last)
+        fits = input.ndim == 4 and input.shape[1] == self.in_channels and input.numel() > 0 and input.is_cpu
+        if not fits or torch.is_autocast_enabled("cpu") or count_transforms() or not self._is_slow(input):
+            usual: Tensor = super()._conv_forward(input, weight, bias)
+            return usual
+        output: Tensor = _Depthwise.apply(input, weight, bias, self.stride, self.padding)  # type: ignore[no-untyped-call]
+        return output
 
     def _is_slow(self, x: Tensor) -> bool:
         """Return whether torch's gradient of depthwise kernels would be slow."""
@@ -158,8 +102,8 @@ class FastConv2d(nn.Conv2d):
 
 
 def use_fast_convolutions(module: nn.Module) -> nn.Module:
-    """Replace depthwise and 1 x 1 convolutions in ``module`` by :class:`FastConv2d`, in place; return ``module``."""
+    """Replace depthwise convolutions in ``module`` by :class:`FastConv2d`, in place; return ``module``."""
     for layer in module.modules():
-        if type(layer) is nn.Conv2d and (layer.groups > 1 or layer.kernel_size == (1, 1)):
+        if type(layer) is nn.Conv2d and layer.groups > 1:
             layer.__class__ = FastConv2d
     return module

@@ -17,8 +17,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .linear import may_merge_lanes
-
 _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 """Memory format of inputs by number of dimensions."""
 
@@ -27,7 +25,7 @@ class _Merged(torch.autograd.Function):
     """One lane of ``function(x [N, C, ...], *params [C, ...])``, to be called under ``torch.vmap``."""
 
     @staticmethod
-    def forward(function: Callable[..., Tensor], by_sample: bool, x: Tensor, *params: Tensor | None) -> Tensor:  # noqa: ARG004
+    def forward(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None) -> Tensor:
         return function(x, *params)
 
     @staticmethod
@@ -35,36 +33,29 @@ class _Merged(torch.autograd.Function):
         """Save nothing: the merged function of all lanes provides gradients."""
 
     @staticmethod
-    def vmap(
-        info: Any, in_dims: Sequence[int | None], function: Any, by_sample: bool, *tensors: Tensor | None
-    ) -> tuple[Tensor, int]:
+    def vmap(info: Any, in_dims: Sequence[int | None], function: Any, *tensors: Tensor | None) -> tuple[Tensor, int]:
         lanes = info.batch_size
         x, *params = (
             None if each is None else each.expand(lanes, *each.shape) if dim is None else each.movedim(dim, 0)
-            for each, dim in zip(tensors, in_dims[2:], strict=True)
+            for each, dim in zip(tensors, in_dims[1:], strict=True)
         )
         assert x is not None
         layout = _LAST.get(x.ndim - 1, torch.contiguous_format)
-        if by_sample and params and all(dim is None for dim in in_dims[3:]):
-            out = function(x.flatten(0, 1).contiguous(memory_format=layout), *tensors[1:])
-            return out.unflatten(0, (lanes, -1)), 0
         merged = x.movedim(0, 1).flatten(1, 2).contiguous(memory_format=layout)
         out = function(merged, *(None if each is None else each.flatten(0, 1) for each in params))
         return out.unflatten(1, (lanes, -1)), 1
 
 
-def _merge(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None, by_sample: bool = True) -> Tensor:
+def _merge(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None) -> Tensor:
     """Compute ``function(x, *params)`` under ``torch.vmap`` for all lanes at once.
 
     Args:
         function: Processes channels, or groups of channels, independently.
         x: Inputs of a lane, ``[N, C, ...]``.
         params: Tensors ``[C, ...]`` with a row for each output channel.
-        by_sample: Whether the function also processes samples independently; lanes that share ``params`` are then
-            merged into one batch.
 
     """
-    out: Tensor = _Merged.apply(function, by_sample, x, *params)  # type: ignore[no-untyped-call]
+    out: Tensor = _Merged.apply(function, x, *params)  # type: ignore[no-untyped-call]
     return out
 
 
@@ -85,7 +76,7 @@ def _normalize_batch(
     def normalize(x: Tensor, m: Tensor | None, v: Tensor | None, w: Tensor | None, b: Tensor | None) -> Tensor:
         return F.batch_norm(x, m, v, w, b, training, momentum, eps)
 
-    return _merge(normalize, x, mean, var, weight, bias, by_sample=not training)
+    return _merge(normalize, x, mean, var, weight, bias)
 
 
 def _normalize_groups(
@@ -113,17 +104,24 @@ _MERGED: dict[Any, tuple[Callable[..., Tensor], tuple[int, ...]]] = {
 """Replacements of torch's functions, each with the supported numbers of input dimensions."""
 
 
+def count_transforms() -> int:
+    """Return how many transforms of ``torch.func`` (``vmap``, ``grad``) surround the caller."""
+    innermost = torch._C._functorch.peek_interpreter_stack()
+    return 0 if innermost is None else int(innermost.level())
+
+
 class MergedLanes(TorchFunctionMode):
     """Makes networks under ``torch.vmap`` convolve, normalize and pool all lanes at once, on the CPU.
 
-    Gradients must be computed outside of ``torch.vmap`` (:func:`fedshift.nn.linear.vmapped_lanes`).
+    Gradients must be computed outside of ``torch.vmap``: nothing is merged inside a second transform, such as
+    ``torch.func.grad``.
     """
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func`` or its replacement."""
         kwargs = kwargs or {}
         merged, dimensions = _MERGED.get(func, (None, ()))
-        fits = merged is not None and args and args[0].ndim in dimensions and args[0].is_cpu and may_merge_lanes()
+        fits = merged is not None and args and args[0].ndim in dimensions and args[0].is_cpu and count_transforms() == 1
         if merged is None or not fits or kwargs.get("return_indices"):
             if func in (F.group_norm, torch.group_norm) and args:  # torch.vmap cannot copy channels-last inputs
                 args = args[0].contiguous(), *args[1:]

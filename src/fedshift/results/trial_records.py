@@ -25,7 +25,7 @@ LAG = "statistics.json"
 """File of a trial with measurements at the reported round with re-estimated BatchNorm statistics."""
 STOPPED = "stopped.json"
 """File of a trial that ended before the last planned round: its round, and why."""
-FORMAT = 6
+FORMAT = 7
 """Format of checkpoints."""
 ENTRY = "fedshift"
 """Name of the only entry of a checkpoint's header, JSON with format, checksums and facts."""
