@@ -17,6 +17,7 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedavgm import fedavgm
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedyogi import fedyogi
+from fedshift.methods.median import median
 from fedshift.utils.state import clone, is_equal, nbytes
 
 SAMPLES, ROUNDS = {"a": 5.0, "b": 2.0, "c": 3.0}, 6
@@ -44,7 +45,7 @@ def uploads(shared, number):
             else tensor + int(samples)
             for name, tensor in shared.items()
         }
-        updates[client] = Update(shared=state, memory=({},), weight=samples, steps=1)
+        updates[client] = Update(shared=state, memory=({}, {}), weight=samples, steps=1)
     return updates
 
 
@@ -109,6 +110,14 @@ def test_without_momentum_and_with_rate_one_fedavgm_is_fedavg():
         assert all((one.shared[name] - other.shared[name]).abs().max() <= 1e-14 for name in one.shared)
 
 
+def test_a_step_follows_what_was_aggregated_however_methods_are_composed():
+    plain, *stepped = (
+        rounds(each, 2)[1][-1].shared for each in (median(), fedavgm(median(), beta=0.0), median(fedavgm(beta=0.0)))
+    )
+    assert is_equal(*stepped)
+    assert all((plain[name] - tensor).abs().max() <= 1e-14 for name, tensor in stepped[0].items())
+
+
 @EACH
 def test_statistics_and_counters_are_the_mean_and_never_pass_the_optimizer(method):
     plan, servers, changes = rounds(method)
@@ -124,22 +133,15 @@ def test_statistics_and_counters_are_the_mean_and_never_pass_the_optimizer(metho
 
 
 @EACH
-def test_the_state_stays_on_the_server(method):
-    plan, servers, _ = rounds(method)
-    plain = rounds(fedavg())
-    assert nbytes(servers[-1].kept[0]) > 0
-    assert not any(servers[-1].memory)
-    assert downlink_bytes(plan, servers[-1]) == downlink_bytes(plain[0], plain[1][-1])
-
-
-@EACH
-def test_a_round_changes_nothing_that_it_is_given(method):
+def test_the_state_stays_on_the_server_and_a_round_changes_nothing_that_it_is_given(method):
     plan, servers, _ = rounds(method, 2)
     server = servers[-1]
-    shared, kept = clone(server.shared), clone(server.kept[0])
+    assert nbytes(server.kept[0]) > 0
+    assert not any(server.memory)
+    assert downlink_bytes(plan, server) == nbytes(server.shared)
+    before = clone(server.shared), clone(server.kept[0])
     after = server_round(plan, server, uploads(server.shared, 9), SAMPLES)
-    assert is_equal(shared, server.shared)
-    assert is_equal(kept, server.kept[0])
+    assert all(map(is_equal, before, (server.shared, server.kept[0])))
     assert not is_equal(after.kept[0], server.kept[0])
 
 

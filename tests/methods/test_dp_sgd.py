@@ -240,7 +240,7 @@ WEIGHTED = make_loss(cross_entropy, weights=(1.0, 2.0, 3.0))
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dp_sgd(clipping_norm=0.0), "clipping_norm=0, noise_multiplier=1, delta=1e-05: give a finite clip"),
+        (lambda: dp_sgd(clipping_norm=0.0), "clipping_norm=0, noise_multiplier=1, delta=1e-05: give a clip"),
         (lambda: dp_sgd(clipping_norm=inf), "clipping_norm=inf"),
         (lambda: dp_sgd(clipping_norm=float("nan")), "clipping_norm=nan"),
         (lambda: dp_sgd(noise_multiplier=-1.0), "noise_multiplier=-1"),

@@ -2,12 +2,11 @@
 
 Li et al. 2021 (arXiv:2102.07623), Algorithm 1: every entry outside batch normalization becomes the mean of the clients'
 entries weighted by their numbers of samples (McMahan et al. 2017, arXiv:1602.05629); normalization stays on its client.
-The global result therefore contains no normalization, and each client keeps its normalization entries.
 
-In: each client's entries and number of samples. Out: the shared entries, and each client's model. fedshift's own mean
-(:mod:`fedshift.core.means`) does the arithmetic. It selects entries by layer type; here only names are available, so
-they are matched as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer with running
-statistics is always batch normalization; where names do not suffice, shapes decide.
+In: each client's entries and number of samples. Out: the shared entries, without normalization, and each client's
+model. Arrays become tensors at the door, and :mod:`fedshift.core.means` averages them. Layers have no types here: names
+are matched as whole words ("bn" is in ``conv_bn.gamma``, not in ``subnet.weight``), and a layer with running statistics
+is always batch normalization; where names do not suffice, shapes decide.
 """
 
 from __future__ import annotations
@@ -16,8 +15,10 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass
 from difflib import get_close_matches
+from itertools import product
 from numbers import Real
 from typing import Any, Generic, TypeAlias, TypeVar
 
@@ -48,7 +49,6 @@ _COLLECTION = re.compile(r"(^|(?<=[./]))(params|batch_stats)[./]")  # Flax's col
 Array: TypeAlias = "np.ndarray[Any, Any] | Tensor"
 Client = TypeVar("Client")
 Models: TypeAlias = Mapping[Client, Mapping[str, Array]]
-_FACTS = ("kind", "dtype", "shape")
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,9 +133,11 @@ class FedBNAggregation:
                 "normalization. Give local=[names], patterns=[words] or include_layer_norm=True; for FedAvg call "
                 "weighted_mean"
             )
-        if self.local is None and (unclear := ", ".join(names.find_unclear(local)[:4])):
+        unclear = names.find_unclear() - local - names.match(LAYER_NORM)
+        if self.local is None and unclear:
+            some = ", ".join([name for name in model if name in unclear][:4])
             raise UsageError(
-                f"the models have no running statistics, so it is unclear whether {unclear} are batch normalization. "
+                f"the models have no running statistics, so it is unclear whether {some} are batch normalization. "
                 "Give the statistics too (torch: state_dict(), not parameters()), or local=[names]"
             )
         return local
@@ -186,13 +188,12 @@ def _average(models: Models[Client], weights: Mapping[Client, float]) -> tuple[S
     order = _sort_clients(models, weights)
     states = {client: _read_model(client, models[client], order[0], models[order[0]]) for client in order}
     whole = {name for name in models[order[0]] if not _has_mean([state[name] for state in states.values()])}
-    for client, state in states.items():
-        for name in state.keys() - whole:
-            limit = math.inf if state[name].is_floating_point() else 2**53
-            if not (state[name].double().abs() < limit).all():
-                fault = "NaN or infinity, or an integer of 2**53 or more, which float64 cannot represent"
-                repair = "leave this client out of the round, or repair its model"
-                raise UsageError(f"entry {name!r} of client {client!r} contains {fault}: {repair}")
+    for client, name in product(order, states[order[0]].keys() - whole):
+        limit = math.inf if states[client][name].is_floating_point() else 2**53
+        if not (states[client][name].double().abs() < limit).all():
+            fault = "NaN or infinity, or an integer of 2**53 or more, which float64 cannot represent"
+            repair = "leave this client out of the round, or repair its model"
+            raise UsageError(f"entry {name!r} of client {client!r} contains {fault}: {repair}")
     return means.weighted_mean([*states.values()], [float(weights[c]) for c in order], frozenset(whole)), states
 
 
@@ -206,57 +207,56 @@ def _has_mean(values: Sequence[Tensor]) -> bool:
 def _sort_clients(models: Models[Client], weights: Mapping[Client, float]) -> list[Client]:
     if not models:
         raise UsageError("client_models is empty: give the entries of one client or more, {client: {name: array}}")
-    for client in models.keys() ^ weights.keys():
+    for client in [client for client in [*models, *weights] if (client in models) != (client in weights)]:
         fault = "no weight" if client in models else "a weight but no model"
         raise UsageError(f"client {client!r} has {fault}: client_models and client_weights must have the same keys")
+    for client, weight in weights.items():
+        if not isinstance(weight, Real) or not 0 <= weight < math.inf:
+            raise UsageError(f"client {client!r} has weight {weight!r}: give a finite number, zero or more")
+    if not 0 < (total := float(sum(weights.values()))) < math.inf:
+        raise UsageError(f"the weights of clients {[*weights]} add up to {total}: give their numbers of samples")
     try:
-        order: list[Client] = sorted(models)  # type: ignore[type-var]
+        return sorted(models)  # type: ignore[type-var]
     except TypeError as error:
         raise UsageError(f"clients {[*models]} cannot be sorted: use only strings, or only numbers") from error
-    for client in order:
-        if not isinstance(weights[client], Real) or not 0 <= weights[client] < math.inf:
-            raise UsageError(f"client {client!r} has weight {weights[client]!r}: give a finite number, zero or more")
-    if not 0 < (total := float(sum(weights.values()))) < math.inf:
-        raise UsageError(f"the weights of clients {order} add up to {total}: give their numbers of samples")
-    return order
 
 
 def _read_model(client: Client, model: Mapping[str, Array], first: Client, expected: Mapping[str, Array]) -> State:
-    """Return copies of the entries of ``model``; raise UsageError unless they are like those of client ``first``."""
+    """Return copies of the entries of ``model``; raise UsageError unless client ``first`` has their like."""
     if not isinstance(model, Mapping) or not model or not all(isinstance(name, str) for name in model):
         raise UsageError(f"the model of client {client!r} must be a dictionary from entry names (strings) to arrays")
-    for name in model.keys() ^ expected.keys():
+    for name in [name for name in [*model, *expected] if (name in model) != (name in expected)]:
         lacks, has = (client, first) if name in expected else (first, client)
         raise UsageError(f"client {lacks!r} has no entry {name!r}, but client {has!r} has: add or remove it there")
     state = {name: _read(f"entry {name!r} of client {client!r}", value) for name, value in model.items()}
     for name, value in model.items():
-        for fact, mine, theirs in zip(_FACTS, _describe(value), _describe(expected[name]), strict=True):
-            if mine != theirs:
-                fault = f"entry {name!r} of client {client!r} has {fact} {mine}, but client {first!r} has {theirs}"
-                raise UsageError(f"{fault}: make them equal")
+        if (mine := _describe(value)) != (theirs := _describe(expected[name])):
+            fault = f"entry {name!r} of client {client!r} is {mine}, but client {first!r} has {theirs}"
+            raise UsageError(f"{fault}: make them equal")
     return state
 
 
-def _describe(value: Array) -> tuple[object, ...]:
-    if isinstance(value, np.ndarray):
-        return "NumPy", value.dtype.name, value.shape
-    return f"torch on {value.device}", value.dtype, tuple(value.shape)
+def _describe(array: Array) -> str:
+    if isinstance(array, np.ndarray):
+        return f"a NumPy array of dtype {array.dtype.name} and shape {array.shape}"
+    return f"a torch tensor on {array.device} of dtype {array.dtype} and shape {tuple(array.shape)}"
 
 
 def _read(where: str, value: Array) -> Tensor:
     """Return a copy as a tensor, on the CPU where a device has no float64 (MPS); refuse what cannot be averaged."""
-    if isinstance(value, np.ndarray) and not isinstance(value, np.ma.MaskedArray):
-        dtype, fits = value.dtype.name, value.dtype.kind in "biuf" and value.dtype.itemsize <= 8
-    elif isinstance(value, Tensor):
-        dtype, fits = str(value.dtype), value.layout == torch.strided and not value.is_complex()
-    else:
+    if not isinstance(value, np.ndarray | Tensor) or isinstance(value, np.ma.MaskedArray):
         raise UsageError(f"{where} is a {type(value).__name__}: give a NumPy array (numpy.asarray) or a torch tensor")
+    fits = False
+    with suppress(TypeError):  # of objects, words, and numbers of more bits
+        if isinstance(value, np.ndarray):
+            native = torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
+        else:
+            native = value.detach()
+        fits = native.layout == torch.strided and not native.is_complex()
     if not fits:
         allowed = "dense boolean, integer and floating-point arrays of up to 64 bits"
-        raise UsageError(f"{where} has dtype {dtype}: allowed are {allowed}; convert it, or leave it out")
-    if isinstance(value, np.ndarray):
-        return torch.from_numpy(np.array(value, value.dtype.newbyteorder("="), order="C"))
-    return value.detach().to("cpu" if value.device.type == "mps" else value.device, copy=True)
+        raise UsageError(f"{where} has dtype {value.dtype}: allowed are {allowed}; convert it, or leave it out")
+    return native.to("cpu" if native.device.type == "mps" else native.device, copy=True)
 
 
 def _write(tensor: Tensor, like: Array) -> Array:
@@ -265,7 +265,7 @@ def _write(tensor: Tensor, like: Array) -> Array:
 
 
 class _Names:
-    """Entries of a model, of which only names and shapes are known."""
+    """Entries of a model, known by name and shape."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
         self.shapes = shapes
@@ -298,16 +298,12 @@ class _Names:
 
         return self.statistics | {name for name in self.shapes if is_normalization(name)}
 
-    def find_unclear(self, local: frozenset[str]) -> list[str]:
+    def find_unclear(self) -> set[str]:
         """Find likely scales and shifts in a model without statistics: vectors of a shape in layers without kernel."""
-        counts = Counter((self.layers[name], shape) for name, shape in self.shapes.items())
-        known = local | self.match(LAYER_NORM)
-        return [
-            name
-            for name, shape in self.shapes.items()
-            if len(shape) == 1 and counts[self.layers[name], shape] > 1 and self.layers[name] not in self.kernels | {""}
-            if name not in known and not self.statistics
-        ]
+        vectors = {name for name, shape in self.shapes.items() if len(shape) == 1 and not self.statistics}
+        counts = Counter((self.layers[name], self.shapes[name]) for name in vectors)
+        pairs = {name for name in vectors if counts[self.layers[name], self.shapes[name]] > 1}
+        return {name for name in pairs if self.layers[name] and self.layers[name] not in self.kernels}
 
 
 def _find_pattern(name: str, patterns: Iterable[str]) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from typing import Any, Literal, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ..nn.dropout import dropout_key
+from ..nn.dropout import Keyed, dropout_key
 from ..utils.errors import UsageError
 from ..utils.state import State, clone, pick
 from .optimizer import Optimizer
@@ -180,6 +180,11 @@ class Network:
         return tuple(self.module.modules())
 
     @cached_property
+    def keyed(self) -> bool:
+        """Whether layers draw under a key."""
+        return any(isinstance(layer, Keyed) for layer in self.layers)
+
+    @cached_property
     def normalizing(self) -> frozenset[nn.Module]:
         """Layers that own running statistics of BatchNorm."""
         return frozenset(entry.owner for entry in self.entries if norm_statistics(entry))
@@ -290,7 +295,9 @@ def compute_features(
             ``state``, or a backward pass the entries that are in place now.
 
     """
-    in_place = _can_hold(network, state) if in_place is None else in_place
+    if in_place is None:
+        differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
+        in_place = not (differentiated or network._held or torch._C._functorch.peek_interpreter_stack())
     if network.traits.exchange and not in_place:
         raise UsageError(
             f"another model's weights cannot take the place of this model's ({network.traits.exchange}), because "
@@ -316,12 +323,6 @@ def compute_features(
                 "not call in its forward pass: name a layer that it calls"
             )
     return outputs.to(network.dtype), {reader: seen[layer].to(network.dtype) for reader, layer in layers.items()}
-
-
-def _can_hold(network: Network, state: State) -> bool:
-    """Return whether the template's own tensors can hold ``state`` during a pass."""
-    differentiated = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in state.values())
-    return not (differentiated or network._held or torch._C._functorch.peek_interpreter_stack())
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from typing import Literal, NamedTuple
 
 from torch import nn
 
-from ..nn.dropout import Keyed
 from .declarations import RulePhase
 from .method import Method
 from .network import Loss, Network
@@ -119,8 +118,7 @@ class Plan(Network):
     @cached_property
     def draws(self) -> bool:
         """Whether a step makes random draws."""
-        keyed = any(isinstance(each, Keyed) for each in self.layers)
-        return keyed or any(bound.draws for bound in self.rules) or self.estimator is not None
+        return self.keyed or any(bound.draws for bound in self.rules) or self.estimator is not None
 
     @cached_property
     def clients_differ_only_in_entries(self) -> bool:

@@ -64,7 +64,10 @@ def probe_network(network: Network, sample: Tensor, remake: Callable[[], nn.Modu
     other = probe.run(probe.others)
     writes_in_evaluation = probe.writes_in_evaluation()  # a seventh call, so that cycles of 2 to 6 calls are found, too
     end = list_attributes(network.module)
-    counters = [each for each in list_changed(middle, end).values() if each.is_number]
+    moved = list_changed(middle, end).values()
+    counters = [
+        each for each in moved if type(each.value) in (int, float) or isinstance(each.value, Tensor | np.ndarray)
+    ]
     for counter in counters:
         counter.write(FAR - 1 if type(counter.value) is int else counter.value + FAR)
     if not probe.repeats(first):
@@ -142,11 +145,10 @@ class _Probe:
         Attributes are set back to ``start`` one by one, until the course is as at first: the last of them is the cause.
         """
         changed = list_changed(start, list_attributes(self.network.module))
-        for number, path in enumerate(changed, 1):
-            set_back(
-                self.network.module, {earlier: start[earlier] for earlier in [*changed][:number] if earlier in start}
-            )
-            if path in start and self.repeats(first):
+        known = [path for path in changed if path in start]
+        for number, path in enumerate(known, 1):
+            set_back(self.network.module, {earlier: start[earlier] for earlier in known[:number]})
+            if self.repeats(first):
                 return [changed[path]]
         return [*changed.values()]
 

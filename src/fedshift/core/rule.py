@@ -15,6 +15,7 @@ they correct). In a stage, rules act in the order of their names.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import KW_ONLY, dataclass, field
 from difflib import get_close_matches
@@ -443,7 +444,7 @@ class Step(View):
         written. Raises :class:`UsageError` if a trained entry is missing.
         """
         x = self.x if x is None else x
-        with dropout_key(self._batch.key):
+        with dropout_key(self._batch.key) if self._network.keyed else nullcontext():
             return Pass(*self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
 
     def loss_at(self, entries: State) -> Tensor:

@@ -37,6 +37,8 @@ class Schedule:
         for round in range(rounds):
             try:
                 rate = self.rate(lr, round)
+            except UsageError as error:
+                raise error.about("schedule") from None
             except Exception as error:
                 raise UsageError(
                     f"schedule {self} failed in round {round + 1}: {describe_error(error)}. Give a function of the "
@@ -115,15 +117,9 @@ class CustomSchedule(Schedule):
             return lr * float(self.function(round, **self.arguments))
         if len(self._rates.get(lr, ())) <= round:
             self._rates[lr] = self._list_rates(lr, 2 * round + 1)
-        return self._rates[lr][min(round, len(self._rates[lr]) - 1)]
-
-    @override
-    def check(self, lr: float, rounds: int) -> None:
-        super().check(lr, rounds)
-        if len(rates := self._rates.get(lr, range(rounds))) < rounds:
-            raise UsageError(
-                f"schedule {self} ends after {len(rates)} rounds, fewer than rounds={rounds}: give it as many"
-            ).about("schedule", "rounds")
+        if len(rates := self._rates[lr]) <= round:
+            raise UsageError(f"schedule {self} ends after {len(rates)} rounds: give it as many as rounds")
+        return rates[round]
 
     def _list_rates(self, lr: float, rounds: int) -> list[float]:
         """Return the learning rates of at most ``rounds`` rounds, fewer if the schedule ends before."""

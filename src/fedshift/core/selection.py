@@ -1,7 +1,8 @@
 """Selection of the named entries that clients exchange: entries, selections by module type, and scopes.
 
-Selections use the type of the module that owns an entry, because names mislead: ``downsample.1`` of a ResNet is a
-BatchNorm, and "subnet" contains "bn". Name patterns are for exceptions; a selection that matches nothing is an error.
+In: a module. Out: its entries, and the names of those that a selection matches. Selections use the type of the module
+that owns an entry, because names mislead: ``downsample.1`` of a ResNet is a BatchNorm, and "subnet" contains "bn". Name
+patterns are for exceptions; a selection that matches nothing is an error.
 """
 
 from __future__ import annotations

@@ -8,6 +8,7 @@ under ``torch.vmap``, so that an engine can run many clients in one tensor progr
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from dataclasses import replace
 
 import torch
@@ -50,7 +51,7 @@ def compute_objective(
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
     batch = Batch(plan, plan.rules, plan.feature_layers, plan.loss, job, params, x, y, key)
-    with dropout_key(key):
+    with dropout_key(key) if plan.keyed else nullcontext():
         for index in plan.defines("batch"):
             step = Step(batch, index, {**params, **job.rest})
             batch.x, batch.y = plan.rules[index].rule.batch(batch.x, batch.y, step)
@@ -81,7 +82,8 @@ def compute_gradients(
     if plan.estimator:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
-    with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
+    active = frozenset[str]().union(*(each.names for each in plan.list_updates(job)))
+    with plan.resident(job.params, active) as leaves, torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key, in_place=True)
         total.backward()  # type: ignore[no-untyped-call]
         grads = {

@@ -1,5 +1,6 @@
 """Local work: the batches of a client between two exchanges, and the order of its samples.
 
+In: settings, and the steps that a client has done. Out: the steps of its next round, with the indices of their samples.
 The order of samples depends only on the client's step count: epoch ``p`` is permuted by the stream
 ``(seed, "order", client, p)``, and step ``s`` is batch ``s mod T`` of epoch ``s div T``, with T batches per epoch. If T
 is 1, the samples are not permuted. A resumed run therefore needs no cursor. Rounds of C batches follow FedMMB's

@@ -19,14 +19,14 @@ from torch import Tensor
 from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import State, clone, move_together, pick
 
 
 @dataclass(frozen=True)
-class PrivateMean(Rule):
-    """The mean of changes clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
+class GaussianNoise(Rule):
+    """Values clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 
     ``delta``: the delta for which epsilon is accounted. ``secret``: whether the operating system draws the noise, and
     not the trial's seed and method.
@@ -35,22 +35,22 @@ class PrivateMean(Rule):
     clipping_norm: float
     noise_multiplier: float
     delta: float
-    secret: bool
+    secret: bool = False
+
+    def __post_init__(self) -> None:
+        require(
+            self.clipping_norm > 0 and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1,
+            f"clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, "
+            f"delta={self.delta:g}: give a clip above 0, noise of 0 or more, and a delta in (0, 1)",
+        )
+
+
+class PrivateMean(GaussianNoise):
+    """The mean of changes of clients."""
+
     aggregates = True
     needs_entries_only = "dp clips, which noise does not hide"
     passes_on = False
-
-    def __post_init__(self) -> None:
-        if not (self.clipping_norm > 0 and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
-            raise UsageError(
-                f"clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, "
-                f"delta={self.delta:g}: give a clip above 0, noise of 0 or more, and a delta in (0, 1)"
-            )
-        if self.clipping_norm == inf and self.noise_multiplier:
-            raise UsageError(
-                "clipping_norm=inf bounds nothing, so that no noise can hide it: give a finite clip, or "
-                "noise_multiplier=0"
-            )
 
     def fold(self, server: Server) -> Folded:
         network, received = server.network, server.received
@@ -108,5 +108,7 @@ def dp(
             case; otherwise anyone with the run directory can subtract the noise.
 
     """
+    hidden = clipping_norm != inf or not noise_multiplier
+    require(hidden, "clipping_norm=inf bounds nothing, so that no noise can hide it: give a finite clip, or no noise")
     private = base.with_rule(PrivateMean(clipping_norm, noise_multiplier, delta, secret))
     return private.with_weighting("uniform")

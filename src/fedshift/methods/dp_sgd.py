@@ -10,39 +10,21 @@ function of the seed, the client and the step: reproducible, but without privacy
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from math import inf
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Rule
 from ..nn.dropout import draw_uniform
-from ..utils.errors import UsageError
+from ..utils.errors import require
 from ..utils.random_streams import draw_secret_normal
 from ..utils.state import State
+from .dp import GaussianNoise
 
 
-@dataclass(frozen=True)
-class PrivateGradients(Rule):
-    """The mean of gradients clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
-
-    ``delta``: the delta for which epsilon is accounted. ``secret``: whether the operating system draws the noise, and
-    not the trial's seed.
-    """
-
-    clipping_norm: float
-    noise_multiplier: float
-    delta: float
-    secret: bool = False
-
-    def __post_init__(self) -> None:
-        if not (0 < self.clipping_norm < inf and 0 <= self.noise_multiplier < inf and 0 < self.delta < 1):
-            raise UsageError(
-                f"clipping_norm={self.clipping_norm:g}, noise_multiplier={self.noise_multiplier:g}, "
-                f"delta={self.delta:g}: give a finite clip above 0, noise of 0 or more, and a delta in (0, 1)"
-            )
+class PrivateGradients(GaussianNoise):
+    """The mean of gradients of samples."""
 
     def combine_samples(self, samples: Iterable[State], key: Tensor) -> State:
         total: State = {}
@@ -85,4 +67,5 @@ def dp_sgd(
             reproduce. Epsilon holds only in this case; otherwise anyone who knows the seed can subtract the noise.
 
     """
+    require(clipping_norm < inf, f"clipping_norm={clipping_norm:g}: give a finite clip")
     return base.with_rule(PrivateGradients(clipping_norm, noise_multiplier, delta, secret))

@@ -9,7 +9,6 @@ without a prototype adds nothing. In the paper only prototypes are exchanged and
 predictions by the nearest prototype.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -65,20 +64,16 @@ class Prototypes(Rule):
         return client.memory, {"prototypes": sums_KD / counts_K.clamp(min=1)[:, None], "counts": counts_K}
 
     def fold(self, server: Server) -> Folded:
-        return Folded(self.combine(server.memory, server.uploads))
-
-    def combine(self, memory: State, uploads: Sequence[State]) -> State:
-        """Return the server's memory, given the clients' prototypes and counts."""
+        memory, uploads = server.memory, server.uploads
         counts_NK = torch.stack([upload["counts"].double() for upload in uploads])
         means_NKD = torch.stack([upload["prototypes"].double() for upload in uploads])
         total_K = counts_NK.sum(dim=0)
         mean_KD = (counts_NK[:, :, None] * means_NKD).sum(dim=0) / total_K.clamp(min=1)[:, None]
         present_K = total_K > 0
         before_KD = memory["prototypes"]
-        return {
-            "prototypes": torch.where(present_K[:, None], mean_KD.to(before_KD.dtype), before_KD),
-            "known": torch.where(present_K, torch.ones_like(memory["known"]), memory["known"]),
-        }
+        prototypes = torch.where(present_K[:, None], mean_KD.to(before_KD.dtype), before_KD)
+        known = torch.where(present_K, torch.ones_like(memory["known"]), memory["known"])
+        return Folded({"prototypes": prototypes, "known": known})
 
 
 @method

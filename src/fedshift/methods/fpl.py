@@ -23,7 +23,7 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.method import Method, method
-from ..core.rule import Declared, Network
+from ..core.rule import Declared, Folded, Network, Server
 from ..utils.errors import require
 from ..utils.state import State
 from .fedproto import Prototypes
@@ -97,12 +97,12 @@ class ClusterPrototypes(Prototypes):
         """Return the loss of each feature, given the unbiased prototype of its class."""
         return (z_BD - unbiased_BD).square().mean(dim=1)
 
-    def combine(self, memory: State, uploads: Sequence[State]) -> State:
-        before = memory["clusters"]
-        points = [self.list_points(uploads, label).double().cpu() for label in range(len(before))]
+    def fold(self, server: Server) -> Folded:
+        before = server.memory["clusters"]
+        points = [self.list_points(server.uploads, label).double().cpu() for label in range(len(before))]
         clusters = [self.summarize(points_ND) for points_ND in points]
         together = (pad_sequence(each, batch_first=True) for each in (clusters, [x.new_ones(len(x)) for x in clusters]))
-        return {name: each.to(before) for name, each in zip(("clusters", "used"), together, strict=True)}
+        return Folded({name: each.to(before) for name, each in zip(("clusters", "used"), together, strict=True)})
 
     def list_points(self, uploads: Sequence[State], label: int) -> Tensor:
         """Return the prototypes of a class in all uploads, ``[N, D]``."""

@@ -43,21 +43,15 @@ class NormalizeAmplitudes:
 
 @dataclass(frozen=True)
 class MeanAmplitude(Rule):
-    """Amplitudes of the clients' first images, which the server averages once; ``layer``: the AmplitudeNorm's name."""
+    """Amplitudes of the clients' first images, which the server averages once; ``entry``: the one that holds them."""
 
     observes: int
-    layer: str = field(default="", repr=False)
-
-    @property
-    def entry(self) -> str:
-        """Name of the entry that holds the amplitudes."""
-        return f"{self.layer}.amplitude"
+    entry: str = field(default="", repr=False)
 
     def bind(self, network: Network) -> Declared:
         (name,) = (entry.name for entry in network.entries if isinstance(entry.owner, AmplitudeNorm))
-        bound = replace(self, layer=name.removesuffix(".amplitude"))
         return Declared(
-            bound,
+            replace(self, entry=name),
             samples_before_work=self.observes,
             sends=Send.like({"amplitude": network.initial[name]}, "image" if self.observes == 1 else "client"),
             sets=frozenset({name}),
@@ -71,7 +65,7 @@ class MeanAmplitude(Rule):
             mean = module.measure(*inputs).mean(dim=0)
             measured["amplitude"] = torch.where(module.is_measured, module.amplitude, mean)
 
-        client.run({self.layer: measure})
+        client.run({self.entry.removesuffix(".amplitude"): measure})
         return measured
 
     def end(self, client: Client) -> tuple[State, State]:

@@ -63,11 +63,13 @@ class Gates(Rule):
         soft = ((logits + noise) / self.tau).softmax(dim=1)
         hard = (soft == soft.max(dim=1, keepdim=True).values).to(soft.dtype)
         load = (hard + soft - soft.detach())[:, 0]
-        kept, mixed = entries_under("last", step.memory), {}
-        for number, names in enumerate(self.layers):
-            for name in names:
-                if name in step.params:
-                    mixed[name] = load[number] * step.loaded[name] + (1 - load[number]) * kept[name]
+        kept = entries_under("last", step.memory)
+        mixed = {
+            name: load[number] * step.loaded[name] + (1 - load[number]) * kept[name]
+            for number, names in enumerate(self.layers)
+            for name in names
+            if name in step.params
+        }
         return loss + step.loss_at(mixed)
 
     def end(self, client: Client) -> tuple[State, State]:

@@ -1,4 +1,4 @@
-"""Adapters: a network whose layers stay fixed, with small trained layers beside some of them, made by ``peft``.
+"""Adapters: a network whose layers stay fixed, with small trained layers added to some of them, made by ``peft``.
 
 LoRA (Hu et al. 2022, arXiv:2106.09685), section 4.1: a layer with the weight W computes W x + (alpha / r) B A x, where
 A has r outputs and B starts at zero. A, B, the classifier and normalization layers are trained. Every other parameter
@@ -41,7 +41,7 @@ INSIDE = (nn.MultiheadAttention, nn.TransformerEncoderLayer, nn.TransformerDecod
 
 @dataclass(frozen=True, kw_only=True)
 class Lora:
-    """Adds low-rank layers beside linear layers and convolutions, and fixes all but these, the classifier and norms.
+    """Adds low-rank layers to linear layers and convolutions, and fixes all but these, the classifier and norms.
 
     Args:
         rank: Number of outputs r of A, 1 or more.
@@ -86,7 +86,7 @@ class Lora:
         )
         inject_adapter_in_model(config, module)
         module.__dict__.pop("peft_config", None)
-        for parameter, requires_grad in kept:  # peft trains nothing but its own layers
+        for parameter, requires_grad in kept:  # peft trains its own layers alone
             parameter.requires_grad_(requires_grad)
         for name, layer in module.named_modules():
             if not (_stays(layer, head) or ".lora_" in f".{name}"):

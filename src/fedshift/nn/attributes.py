@@ -27,7 +27,7 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None))
 DEPTH = 4
 """Depth of the search in containers, functions and objects."""
 LONGEST = 10_000
-"""Maximum length to which a list is extended."""
+"""Maximum length of a list that is extended."""
 SKIPPED = ("torch", "torchvision", __name__.partition(".")[0])
 """Packages whose classes and functions are not searched."""
 Write = Callable[[Any], None]
@@ -46,11 +46,6 @@ class Attribute(NamedTuple):
     value: Any
     write: Write
     entry: str = ""
-
-    @property
-    def is_number(self) -> bool:
-        """Return whether a number can be added to the value."""
-        return type(self.value) in (int, float) or isinstance(self.value, Tensor | np.ndarray)
 
     @property
     def bytes(self) -> bytes:
@@ -78,7 +73,7 @@ def list_attributes(module: nn.Module) -> dict[str, Attribute]:
 
 
 def list_changed(before: Mapping[str, Attribute], after: Mapping[str, Attribute]) -> dict[str, Attribute]:
-    """Return the attributes of ``after`` that differ from those of ``before``."""
+    """Return the attributes of ``after`` that are new or have other values than in ``before``."""
     return {path: each for path, each in after.items() if path not in before or each.bytes != before[path].bytes}
 
 

@@ -101,7 +101,7 @@ class Call(NamedTuple):
 
 @contextmanager
 def recorded_calls(module: nn.Module, functions: Collection[Function]) -> Iterator[list[Call]]:
-    """Yield a list to which the calls of ``functions`` in a network are added inside the block, in order."""
+    """Yield a list that receives the calls of ``functions`` in a network inside the block, in order."""
     calls, entered = list[Call](), [("", module)]
 
     class Recorder(TorchFunctionMode):

@@ -3,7 +3,7 @@
 Brock et al. 2021 (arXiv:2101.08692), equation 1; FedWon (Zhuang & Lyu 2024, arXiv:2306.05879), equation 3 and listing
 1: W_hat = gain * (W - mean) * rsqrt(max(var * N, 1e-4)), with the unbiased variance over the fan-in and a trained gain
 of each output channel. Unlike the listing, the layer also supports ``padding_mode``, and transposed convolutions, whose
-fan-in is that of the kernels that make one output channel.
+fan-in counts the weights of one output channel.
 """
 
 from __future__ import annotations
