@@ -97,17 +97,16 @@ class Backbone:
         Raises :class:`UsageError` if the head is not called once with one tensor.
         """
         assert isinstance(self.head.module, Head)
-        inputs = list[Tensor]()
+        inputs = list[Tensor | None]()
 
         def note(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-            if inputs or options or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
-                raise UsageError("the head is called more than once, or with another input than one tensor")
-            inputs.append(arguments[0].clone())
+            single = len(arguments) == 1 and not options and isinstance(arguments[0], Tensor)
+            inputs.append(arguments[0].clone() if single else None)
 
         with self.head.module.last[0].register_forward_pre_hook(note, with_kwargs=True):
             outputs = forward(self.plan, clone(state), x, training=training, frozen=self.plan.freeze_from == 0)
-        if not inputs:
-            raise UsageError("the head is not called")
+        if len(inputs) != 1 or inputs[0] is None:
+            raise UsageError("the head of the network is not called once, with one tensor")
         return inputs[0], outputs
 
 
