@@ -21,6 +21,7 @@ from ..nn.convolution import use_fast_convolutions
 from ..nn.dropout import key_dropouts
 from ..tasks.task import Task
 from ..utils.errors import UsageError
+from ..utils.random_streams import torch_stream
 from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .checks import REMOVE, check_batch_size, check_composition, check_network, check_plan, select_entries
@@ -162,7 +163,8 @@ def _observe(plan: Plan, sample: Tensor, remake: Remake) -> Plan:
 
     network = describe_network(plan.module), sample.shape, sample.dtype, plan.precision
     if network not in _OBSERVED:
-        with kept_attributes(plan.module), explained_errors(plan, sample, remake):
+        stream = torch_stream(0, "observation")
+        with kept_attributes(plan.module), stream, explained_errors(plan, sample, remake):
             tried = replace(plan, traits=probe_network(plan, sample, remake_template))
             observed = observe_entries(tried, make_batch(tried, sample))
             facts = tuple((entry.kind, entry.in_batch_norm, entry.moves) for entry in observed)
