@@ -270,7 +270,7 @@ def wide(*, middle=(), bias=True):
         (fedavg(), wide(), {}, {"1.weight", "4.weight"}),
         (fedbn(), wide(bias=False), {"participation": 2}, {"1.weight", "4.weight"}),
         (silobn(), wide(), {"augment": AUGMENTATIONS.parse("flip(), crop(padding=1)")}, {"1.weight", "4.weight"}),
-        (fedadam(), wide(), {"work": Work(batch_size=17, batches=1)}, {"1.weight", "4.weight"}),
+        (fedadam(), wide(), {"work": Work(batch_size=17, batches=1)}, {"1.weight", "4.weight", "7.weight"}),
         (fedavg(), wide(), {"work": Work(batch_size=4, epochs=5)}, {"4.weight"}),  # 90 rows cost more than the first
         (fedavg(), wide(), {"sizes": (18, 13, 18)}, set()),
         (fedavg(), wide(), {"sizes": (16, 12, 16), "work": Work(batch_size=4, steps=2)}, set()),

@@ -5,8 +5,8 @@ chunks whose parameters fit the processor's cache, one thread per chunk. If all 
 same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under plain SGD, factored
 gradients are multiplied directly into the parameters. The recorded steps depend only on the round's clients, so that a
 resumed run produces the same bits. A client leaves the stack after its last step; batches are never padded or masked.
-If only the sum of uploads is needed, a chunk computes only the sum, and lanes with few samples defer the updates of
-large linear layers for the round, so that all lanes multiply by the same weights.
+If only the sum of uploads is needed, a chunk computes only the sum, and lanes that take one step, or few samples, defer the
+updates of linear layers for the round, so that all lanes multiply by the same weights.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ MEMORY = 2**33
 GATHERED = 2**25
 """Maximum size, in bytes, of the samples gathered for a chunk's next steps."""
 MIN_DEFERRED_WEIGHTS = 2**15
-"""Minimum number of weights of a layer whose updates are deferred."""
+"""Minimum number of weights of a layer whose updates are deferred for several steps."""
 TRIED = 4
 """Number of samples in a batch with which an engine is tried on a plan."""
 LASTING = 4
@@ -405,7 +405,7 @@ def _gather_lanes(data: Sequence[Samples], indices: Sequence[Tensor]) -> tuple[T
 def find_deferrable(plan: Plan, data: Data) -> frozenset[str]:
     """Return the weights whose updates lanes can defer if only the sum of uploads is needed.
 
-    These are weights of large linear layers that all lanes load and call once, on vectors, which is tested by one step.
+    These are weights of linear layers that all lanes load and call once, on vectors, which is tested by one step.
     """
     chosen = choose_deferred(plan, plan.loaded & plan.trained, sizes_of_round(plan, min(map(len, data.values()))))
     return frozenset(name for name in chosen if _can_defer(plan, data, name))
@@ -432,9 +432,9 @@ def _can_defer(plan: Plan, data: Data, name: str) -> bool:
 def choose_deferred(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> frozenset[str]:
     """Return the weights among ``names`` whose updates lanes with batches of ``sizes`` should defer for a round.
 
-    These are weights of large linear layers (:mod:`fedshift.nn.deferred`), if steps are plain SGD in full precision and
-    no rule reads weights. In rounds of several steps, which read the updates, batches must be small, and layers larger
-    than their factored updates.
+    These are weights of linear layers (:mod:`fedshift.nn.deferred`), if steps are plain SGD in full precision and no
+    rule reads weights. In rounds of several steps, which read the updates, batches must be small, and layers large and
+    larger than their factored updates.
     """
     reads = any(map(plan.defines, ("batch", "outputs", "loss")))
     rows = sum(sizes) if len(sizes) > 1 else 0
@@ -444,7 +444,9 @@ def choose_deferred(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> 
     weights = {slot.name for slot in plan.slots if slot.key == "weight" and id(slot.held) in linear}
     shapes = {name: plan.initial[name].shape for name in weights & names}
     return frozenset(
-        name for name, shape in shapes.items() if shape.numel() >= max(MIN_DEFERRED_WEIGHTS, rows * sum(shape))
+        name
+        for name, shape in shapes.items()
+        if not rows or shape.numel() >= max(MIN_DEFERRED_WEIGHTS, rows * sum(shape))
     )
 
 
