@@ -259,11 +259,9 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
 def _see(plan: Plan, x: Tensor, y: Tensor) -> SamplesBeforeWork | None:
     count, targets = plan.samples_before_work, y if any(bound.targets for bound in plan.rules) else y[:0]
-    return (
-        SamplesBeforeWork(targets, x[:count], y[:count], x.new_ones((), dtype=torch.int64))
-        if plan.defines("start")
-        else None
-    )
+    if not plan.defines("start"):
+        return None
+    return SamplesBeforeWork(targets, x[:count], y[:count], x.new_ones((), dtype=torch.int64))
 
 
 @contextmanager
