@@ -7,7 +7,7 @@ SCAFFOLD then adds its correction.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ NAMED = 3
 """Maximum number of entries named in a notice."""
 
 
-@dataclass(frozen=True)
 class Clipping(Rule):
     """Clips each unit's gradient; ``classifier``: whether the last layer is clipped, too."""
 

@@ -6,7 +6,7 @@ derivative of F(u) with respect to alpha, and is clamped to [0, 1]. Here alpha t
 Normalization statistics are updated by the mixture in training.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from torch import Tensor
 
@@ -16,7 +16,6 @@ from ..utils.errors import require
 from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class Mixture(Rule):
     """A personal model, and its weight ``alpha`` in the mixture; ``learned``: whether alpha is trained."""
 

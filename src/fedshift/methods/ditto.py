@@ -5,8 +5,6 @@ the server, or in ``epochs`` separate passes (the algorithm's s steps). The clie
 statistics; the training and averaging of w are unaffected.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.method import Method, method
@@ -15,7 +13,6 @@ from ..utils.errors import require
 from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class PersonalModel(Rule):
     """A personal model, with a proximal term of strength ``lam`` to the loaded one."""
 

@@ -10,7 +10,6 @@ Noise that is not ``secret`` is a function of seed, method, round and entry: rep
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -24,7 +23,6 @@ from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import State, clone, move_together, pick
 
 
-@dataclass(frozen=True)
 class GaussianNoise(Rule):
     """Values clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 

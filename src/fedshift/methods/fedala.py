@@ -8,8 +8,6 @@ learn W on a part of the data, in its first round until the loss converges; here
 epochs over all data. A client that has never trained adopts all shared layers.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -20,7 +18,6 @@ from ..utils.errors import UsageError
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
-@dataclass(frozen=True)
 class LocalAggregation(Rule):
     """Weights of the shared model's last ``layers`` layers, trained with ``lr_scale`` times the learning rate."""
 

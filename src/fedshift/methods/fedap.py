@@ -12,7 +12,7 @@ a client that does not take part in a round; the client's mix then excludes its 
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -29,7 +29,6 @@ SMALLEST = 1e-14
 """Minimum distance: clients with equal statistics share nearly all of the weight."""
 
 
-@dataclass(frozen=True)
 class StatisticsMix(Rule):
     """Mixes uploads by the distances of BatchNorm's statistics; keeps each client's last statistics."""
 

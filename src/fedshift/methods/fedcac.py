@@ -14,7 +14,6 @@ loads the mean if no client of the round overlaps enough. Weights that did not m
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -28,7 +27,6 @@ ROUNDING = 64
 """Changes below this multiple of a tensor's precision are rounding errors."""
 
 
-@dataclass(frozen=True)
 class CriticalMix(Rule):
     """Mixes of critical weights, a fraction ``tau``, over ``beta`` rounds; it keeps which were critical last."""
 

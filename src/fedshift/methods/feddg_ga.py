@@ -9,8 +9,6 @@ batches of the next round, in training mode, so that clients send only one numbe
 gap of a client in its first round is zero.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -21,7 +19,6 @@ from ..utils.errors import require
 from ..utils.state import State, add_prefix, entries_under, pick
 
 
-@dataclass(frozen=True)
 class GeneralizationGap(Rule):
     """On clients the gap of the shared model to their own before aggregation, on the server weights adjusted by it."""
 

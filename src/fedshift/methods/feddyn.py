@@ -9,8 +9,6 @@ instead. A client that does not take part keeps h_k and its contribution to h. A
 the client loads.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..core.method import Method, method
@@ -19,7 +17,6 @@ from ..utils.errors import require
 from ..utils.state import State, pick
 
 
-@dataclass(frozen=True)
 class GradientMemory(Rule):
     """The dynamic regularizer: h_k on clients, which converges to the gradient of the loss, and h on the server."""
 

@@ -120,7 +120,6 @@ def _ends_maps(layer: nn.Module) -> bool:
     return isinstance(layer, nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d | nn.Flatten)
 
 
-@dataclass(frozen=True)
 class SharedVariances(Rule):
     """The variances over clients, which the server computes; ``layers``: names of layers with the dot behind them."""
 

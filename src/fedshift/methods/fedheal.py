@@ -8,8 +8,6 @@ remaining changes. Clients store the directions and send which changes count, on
 weight and step of each client. Entries that clients do not train or do not load are averaged with the same weights.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -23,7 +21,6 @@ ROUNDING = 64
 """Changes below this multiple of an entry's precision are rounding errors without a direction."""
 
 
-@dataclass(frozen=True)
 class Consistency(Rule):
     """On clients how often each weight fell, and so which changes count; on the server weights by distance."""
 

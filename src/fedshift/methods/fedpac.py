@@ -14,7 +14,7 @@ that sits a round out is known by the h that it sent last, and its mix is of the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import ceil
 
 import numpy as np
@@ -37,7 +37,6 @@ SMALLEST = 1e-3
 """Weight of a classifier below which a mix does without it."""
 
 
-@dataclass(frozen=True)
 class AlignedFeatures(Prototypes):
     """A pull of strength ``lam`` to class prototypes, and mixes of classifiers of least expected error.
 

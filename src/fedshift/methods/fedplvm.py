@@ -10,7 +10,7 @@ The base averages models. Clustered features are those of a round's last samples
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -26,7 +26,6 @@ SMALLEST = 1e-3
 """Similarity below which the contrast is constant: the slope of a power below 1 has no bound at 0."""
 
 
-@dataclass(frozen=True)
 class LocalClusterPrototypes(ClusterPrototypes):
     """FPL's losses with similarities to the power ``alpha``, and prototypes that clients cluster.
 

@@ -9,8 +9,6 @@ without a prototype adds nothing. In the paper only prototypes are exchanged and
 predictions by the nearest prototype.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor, nn
 
@@ -21,7 +19,6 @@ from ..utils.errors import require
 from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class Prototypes(Rule):
     """Attracts features to class prototypes, which are averaged over clients, with strength ``lam``."""
 

@@ -72,7 +72,6 @@ class ScaleInputs:
         return replace_modules(module, lambda _, layer: nn.Sequential(scaling, first) if layer is first else None)
 
 
-@dataclass(frozen=True)
 class ClientStatistics(Rule):
     """Statistics of the clients' images, sent with every upload; ``layer``: the InputScaling's name."""
 

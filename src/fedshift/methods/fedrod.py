@@ -9,7 +9,7 @@ implementations (TsingZ0/PFLlib and fluke). A class without samples on a client 
 are finite.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
@@ -20,7 +20,6 @@ from ..core.selection import find_classifier
 from ..utils.state import State, pick
 
 
-@dataclass(frozen=True)
 class PersonalHead(Rule):
     """Balanced softmax for the model, and a personal head on its features; ``head``: the names of its entries."""
 

@@ -67,7 +67,6 @@ class GaussianFeatures:
         return replace_modules(module, lambda _, layer: head if layer is last else None)
 
 
-@dataclass(frozen=True)
 class Representation(Rule):
     """Regularizes the norm of features by ``l2``, and their information beyond the class by ``cmi``."""
 

@@ -12,7 +12,7 @@ client sends in a round has no prototype in the next round. The base averages mo
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -46,7 +46,6 @@ def _average(points_ND: Tensor, labels_N: Tensor) -> Tensor:
     return torch.stack([points_ND[labels_N == label].mean(dim=0) for label in range(int(labels_N.max()) + 1)])
 
 
-@dataclass(frozen=True)
 class ClusterPrototypes(Prototypes):
     """Contrastive loss with the clusters' prototypes at temperature ``tau``, and attraction to their unbiased mean."""
 

@@ -81,7 +81,6 @@ class Assemble:
         return take_place(name, layer, "an added InstanceNorm", partial(AssembledNorm, layer))
 
 
-@dataclass(frozen=True)
 class Guidance(Rule):
     """The loss of the loaded classifier on the client's features, of strength ``lam``; ``head``: its entries."""
 

@@ -41,7 +41,6 @@ class NormalizeAmplitudes:
         return replace_modules(module, lambda _, layer: normalized if layer is first else None)
 
 
-@dataclass(frozen=True)
 class MeanAmplitude(Rule):
     """Amplitudes of the clients' first images, which the server averages once; ``entry``: the one that holds them."""
 
@@ -77,7 +76,6 @@ class MeanAmplitude(Rule):
         return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
 
 
-@dataclass(frozen=True)
 class PerturbedWeights(Rule):
     """Uses the gradient at weights moved by a distance of ``alpha`` along the gradient."""
 

@@ -11,7 +11,7 @@ Evaluation uses M and V, which the authors measure in an additional exchange aft
 the round, on the model before it, and lag by one round.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
 import torch
@@ -30,7 +30,6 @@ KINDS = ("mean", "var")
 GROUPS = ("global", "running")
 
 
-@dataclass(frozen=True)
 class Measurement(Rule):
     """Statistics that clients measure before local work, and the server pools.
 

@@ -8,8 +8,6 @@ their unchanged running statistics. Features are the input of the network's last
 previous model is at first the initial one, so that the first round equals FedAvg's if all clients take part in it.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,6 @@ from ..utils.errors import require
 from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class PreviousModel(Rule):
     """The model-contrastive loss of strength ``mu`` at temperature ``tau``; clients keep their previous model."""
 
