@@ -5,8 +5,8 @@ chunks whose parameters fit the processor's cache, one thread per chunk. If all 
 same size, the step is recorded once (:mod:`fedshift.engines.tape`) and run many times; under plain SGD, factored
 gradients are multiplied directly into the parameters. The recorded steps depend only on the round's clients, so that a
 resumed run produces the same bits. A client leaves the stack after its last step; batches are never padded or masked.
-If only the sum of uploads is needed, a chunk computes only the sum, and lanes that take one step, or few samples, defer the
-updates of linear layers for the round, so that all lanes multiply by the same weights.
+If only the sum of uploads is needed, a chunk computes only the sum, and lanes that take one step, or few samples, defer
+the updates of linear layers for the round, so that all lanes multiply by the same weights.
 """
 
 from __future__ import annotations
