@@ -23,8 +23,6 @@ EPS = 1e-3
 """Minimum norm of a unit's weights in equation 4."""
 SMALL_BATCH = 4
 """Largest batch size without clipping in FedWon's experiments (appendix A.3)."""
-NAMED = 3
-"""Maximum number of entries named in a notice."""
 
 
 class Clipping(Rule):
@@ -49,7 +47,7 @@ class Clipping(Rule):
         pinned = [name for name in sorted(params.keys() & self.names) if not params[name].any()]
         if pinned:
             yield (
-                f"{method} clips the gradients of {join_some(pinned, shown=NAMED)}, which start at zero, to a norm of "
+                f"{method} clips the gradients of {join_some(pinned, shown=3)}, which start at zero, to a norm of "
                 f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their norm exceeds {EPS:g}: they hardly change in "
                 "a short run"
             )

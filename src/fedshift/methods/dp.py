@@ -4,9 +4,7 @@ McMahan et al. 2018 (DP-FedAvg), arXiv:1710.06963, Algorithm 1 with flat clippin
 From the changes d_k of a round's m clients, over all entries together, the server computes
 (1/m) (sum_k d_k min(1, C / |d_k|) + N(0, (z C)^2)). Clients count equally, and integer counters are not updated on the
 server, because both would reveal how many samples a client has. A running variance that the noise makes negative keeps
-its value before the round.
-
-Noise that is not ``secret`` is a function of seed, method, round and entry: reproducible, but without privacy.
+its value. Noise that is not ``secret`` follows from seed, method, round and entry: reproducible, without privacy.
 """
 
 from collections.abc import Sequence

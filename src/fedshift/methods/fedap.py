@@ -7,8 +7,8 @@ mean_j|^2 + |std_i - std_j|^2). Client i loads ``self_weight`` w_i + (1 - ``self
 1 / d_ij divided by the sum over the other clients j.
 
 The authors measure means and variances once, in a network pretrained on data that all clients share. Here they are the
-running statistics of each client's BatchNorm, which it sends with every upload. The server uses the last statistics of
-a client that does not take part in a round; the client's mix then excludes its own upload.
+running statistics that clients send with every upload, the last ones of a client that sits a round out, whose mix then
+excludes its own upload.
 """
 
 from collections.abc import Mapping, Sequence

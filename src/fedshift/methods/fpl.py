@@ -7,8 +7,8 @@ similarity, connected components are clusters, and the clusters' means are clust
 with more than one cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that
 a domain counts equally for any number of clients. For each sample with feature z and class k, the loss includes the
 mean square of z minus the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same
-sum over all clusters of all classes). Clients' prototypes are defined in ``fedproto``; as in that code, a class that no
-client sends in a round has no prototype in the next round. The base averages models.
+sum over all clusters). Clients' prototypes are those of ``fedproto``; a class that no client sends in a round has none
+in the next, as in that code.
 """
 
 from collections.abc import Sequence
@@ -62,13 +62,12 @@ class ClusterPrototypes(Prototypes):
         """Return the cluster of each point by FINCH with cosine distances, int64 ``[N]``."""
         labels_N = _link_nearest(points_ND)
         while True:
-            count = int(labels_N.max()) + 1
             coarser_N = _link_nearest(_average(points_ND, labels_N))[labels_N]
-            coarser_count = int(coarser_N.max()) + 1
-            if coarser_count in (1, count):
+            lost = int(labels_N.max() - coarser_N.max())
+            if lost == 0 or not coarser_N.any():
                 return labels_N
             labels_N = coarser_N
-            if count - coarser_count == 1:
+            if lost == 1:
                 return labels_N
 
     @classmethod

@@ -4,10 +4,8 @@ Jiang, Wang and Dou 2022 (AAAI), arXiv:2112.10775, following the authors' public
 round each client measures the mean amplitudes of its images; the server averages them once, counting clients equally,
 and all later images use these amplitudes and keep their phases. A local step at weights w with gradient g follows the
 gradient at w + alpha g / |g|, which leads to flat minima, in which the mean of all clients' models still performs well
-(Foret et al. 2021, arXiv:2010.01412).
-
-The zero frequency, the mean brightness of each channel, keeps its sign, so that shifted inputs are harmonized in the
-same way. Images are unchanged until the server has averaged. BatchNorm's statistics are of unperturbed weights.
+(Foret et al. 2021, arXiv:2010.01412). BatchNorm's statistics are of unperturbed weights. Images are unchanged until the
+server has averaged. A channel's zero frequency, its brightness, keeps its sign, so that shifted inputs fare alike.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,8 +20,6 @@ from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
 from ..utils.state import State
-
-TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -84,7 +80,7 @@ class PerturbedWeights(Rule):
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         grads = step.gradient_at(step.params)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
-        scale = self.alpha / (norm + TINY)
+        scale = self.alpha / (norm + 1e-12)
         perturbed = {name: tensor + scale * grads[name] for name, tensor in step.params.items()}
         return loss - step.criterion(step.outputs, step.y) + step.loss_at(perturbed)
 

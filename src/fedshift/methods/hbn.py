@@ -5,10 +5,8 @@ and variance are (1 - a) global + a batch, a = sigmoid(factor) by channel; facto
 each client loads the server's factors only before its first round and keeps its own afterwards. Before local work,
 client k runs the received model once in training mode, and sends the mixed mean m_k and variance v_k of each layer with
 the number n_k of distinct samples. The server computes M = sum n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N -
-1), N = sum n_k, and moves the global statistics toward them by the fraction ``momentum``.
-
-Evaluation uses M and V, which the authors measure in an additional exchange after the round. Here they are measured in
-the round, on the model before it, and lag by one round.
+1), N = sum n_k, and moves the global statistics toward them by the fraction ``momentum``. Evaluation uses M and V,
+which the authors measure in an exchange after the round, and here lag by one round.
 """
 
 from dataclasses import field, replace
@@ -27,6 +25,7 @@ from ..utils.errors import require
 from ..utils.state import State
 
 KINDS = ("mean", "var")
+GROUPS = ("global", "running")
 GROUPS = ("global", "running")
 
 
