@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from ..nn.dropout import derive_key, dropout_key
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
-from ..utils.state import State, clone
+from ..utils.state import State as State
+from ..utils.state import clone
 from .declarations import Phase as Phase
 from .declarations import Send as Send
 from .means import weighted_mean

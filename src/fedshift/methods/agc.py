@@ -13,10 +13,9 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, modifier
-from ..core.rule import Declared, Network, Rule, Step
+from ..core.rule import Declared, Network, Rule, State, Step
 from ..core.selection import last_layers
 from ..utils.errors import require
-from ..utils.state import State
 from ..utils.words import join_some
 
 EPS = 1e-3

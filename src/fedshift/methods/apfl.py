@@ -9,9 +9,8 @@ Normalization statistics are updated by the mixture in training.
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Rule, Step, View
+from ..core.rule import Client, Declared, Network, Rule, State, Step, View
 from ..utils.errors import require
-from ..utils.state import State
 
 
 class Mixture(Rule):

@@ -8,9 +8,8 @@ statistics; the training and averaging of w are unaffected.
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Phase, Rule, Step
+from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 
 
 class PersonalModel(Rule):

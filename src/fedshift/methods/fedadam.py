@@ -8,9 +8,9 @@ from typing import Literal
 import torch
 
 from ..core.method import Method, method
-from ..core.rule import Declared, Folded, Network, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server, State
 from ..utils.errors import require
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 
 class Adaptive(Rule):

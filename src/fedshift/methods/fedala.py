@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Phase, Rule, Step, View
+from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step, View
 from ..core.selection import parse_selection
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import add_prefix, entries_under, pick
 
 
 class LocalAggregation(Rule):

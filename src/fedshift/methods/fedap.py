@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Folded, Network, Rule, Server
+from ..core.rule import Folded, Network, Rule, Server, State
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..utils.errors import require
-from ..utils.state import State, group_entries, join_states, pick
+from ..utils.state import group_entries, join_states, pick
 
 Statistics = Mapping[str, State]
 """Running statistics by client."""

@@ -19,9 +19,9 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Folded, Rule, Server
+from ..core.rule import Folded, Rule, Server, State
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, group_entries
+from ..utils.state import add_prefix, group_entries
 
 ROUNDING = 64
 """Changes below this multiple of a tensor's precision are rounding errors."""

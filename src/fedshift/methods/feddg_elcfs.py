@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..nn.amplitude_norm import (
     AmplitudeNorm,
     amplitudes,
@@ -31,7 +31,6 @@ from ..nn.amplitude_norm import (
 )
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError, require
-from ..utils.state import State
 
 CLIP = 100.0
 """Maximum absolute value in the gradient of the inner step, as in the authors' code."""

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import add_prefix, entries_under, pick
 
 
 class GeneralizationGap(Rule):

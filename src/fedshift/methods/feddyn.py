@@ -11,9 +11,9 @@ instead. A client that sits out keeps h_k, and its part of h. All of this is of 
 import torch
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Server, State, Step
 from ..utils.errors import require
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 
 class GradientMemory(Rule):

@@ -25,11 +25,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Declared, Folded, Network, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server, State
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
-from ..utils.state import State
 
 DRAWS = 5
 """Numbers of draws that a layer takes."""

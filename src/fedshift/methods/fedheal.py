@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State
 from ..utils.errors import require
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 ROUNDING = 64
 """Changes below this multiple of an entry's precision are rounding errors without a direction."""

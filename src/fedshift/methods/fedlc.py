@@ -8,10 +8,9 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, State, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
-from ..utils.state import State
 
 
 class CalibratedScores(Rule):

@@ -23,10 +23,9 @@ from torch import Tensor, nn
 from ..analysis.statistics import Floats
 from ..core.means import stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Send, Server, State, Step
 from ..core.selection import name_classifier
 from ..utils.errors import require
-from ..utils.state import State
 from .fedproto import Prototypes
 from .fedrep import HeadThenBody
 
@@ -135,7 +134,8 @@ def _weigh(form: Floats) -> Floats:
     weights: Floats = nnls(np.vstack([root, np.ones(count)]), np.append(np.zeros(count), 1.0))[0]
     weights /= weights.sum()
     weights[weights <= SMALLEST] = 0.0
-    return weights / weights.sum()
+    weights /= weights.sum()
+    return weights
 
 
 def _sum_weights(params: State, names: Sequence[str]) -> Tensor:

@@ -17,9 +17,8 @@ from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Send, Step
+from ..core.rule import Client, Declared, Network, Send, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 from .fpl import ClusterPrototypes
 
 SMALLEST = 1e-3

@@ -12,10 +12,9 @@ from torch import Tensor, nn
 
 from ..core.means import stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
-from ..utils.state import State
 
 
 class Prototypes(Rule):

@@ -6,9 +6,8 @@ client has no w_t.
 """
 
 from ..core.method import Method, method
-from ..core.rule import Rule, Step
+from ..core.rule import Rule, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 
 
 class Proximal(Rule):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, State, Step
 from ..core.selection import find_classifier
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 
 class PersonalHead(Rule):

@@ -88,7 +88,8 @@ class Representation(Rule):
         r_BZ, s_BZ = own["means"][step.y], F.softplus(own["deviations"])[step.y]
         divergence_BZ = s_BZ.log() - deviation_BZ.log() - 0.5
         divergence_BZ = divergence_BZ + (deviation_BZ.square() + (mean_BZ - r_BZ).square()) / (2 * s_BZ.square())
-        return loss + self.l2 * z_BZ.norm(dim=1).mean() + self.cmi * divergence_BZ.sum(dim=1).mean()
+        total: Tensor = loss + self.l2 * z_BZ.norm(dim=1).mean() + self.cmi * divergence_BZ.sum(dim=1).mean()
+        return total
 
 
 @method

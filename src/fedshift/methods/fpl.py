@@ -23,9 +23,8 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.method import Method, method
-from ..core.rule import Declared, Folded, Network, Server
+from ..core.rule import Declared, Folded, Network, Server, State
 from ..utils.errors import require
-from ..utils.state import State
 from .fedproto import Prototypes
 
 UNUSED = -1e9

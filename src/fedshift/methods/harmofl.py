@@ -15,11 +15,10 @@ from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
-from ..utils.state import State
 
 
 @dataclass(frozen=True)
@@ -89,12 +88,9 @@ class PerturbedWeights(Rule):
 def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples: int = 128) -> Method:
     """Normalize amplitudes of images and perturb weights in the local work of ``base``.
 
-    Args:
-        alpha: Distance of the perturbed weights at which the gradient is computed; 0: none.
-        frequencies: Number of low frequencies in each direction with normalized amplitudes; 0: only the mean
-            brightness.
-        samples: Maximum number of a client's images in the first round for measuring the mean amplitudes.
-
+    ``alpha``: distance of the perturbed weights at which the gradient is computed; 0: none. ``frequencies``: number of
+    low frequencies in each direction with normalized amplitudes; 0: only the mean brightness. ``samples``: maximum
+    number of a client's images in the first round for measuring the mean amplitudes.
     """
     require(0 <= alpha < float("inf"), f"alpha={alpha:g}: give a finite distance, 0 (no perturbation) or more")
     require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")

@@ -17,12 +17,11 @@ from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
 from ..utils.errors import require
-from ..utils.state import State
 
 KINDS = ("mean", "var")
 GROUPS = ("global", "running")

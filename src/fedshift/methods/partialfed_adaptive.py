@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Phase, Rule, Step
+from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import add_prefix, entries_under, pick
 
 
 class Gates(Rule):

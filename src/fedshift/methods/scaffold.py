@@ -11,8 +11,8 @@ kept on the client has no common direction and no correction.
 import torch
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
-from ..utils.state import State, pick
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
+from ..utils.state import pick
 from .fedavgm import Momentum
 
 
