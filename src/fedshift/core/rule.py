@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, Field, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, dataclass_transform, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +28,8 @@ from torch import Tensor, nn
 from ..nn.dropout import derive_key, dropout_key
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
-from ..utils.state import State, clone
+from ..utils.state import State as State
+from ..utils.state import clone
 from .declarations import Phase as Phase
 from .declarations import Send as Send
 from .means import weighted_mean
@@ -42,8 +43,9 @@ GradientStage = Literal["objective", "transform", "step"]
 GRADIENT_STAGES: tuple[GradientStage, ...] = get_args(GradientStage)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Rule:
-    """Base class of rules, which changes nothing.
+    """Base class of rules, which changes nothing; a subclass without ``__init__`` becomes a frozen dataclass.
 
     ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they must not
     branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
@@ -82,6 +84,7 @@ class Rule:
 
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     needs_shared: ClassVar[str] = ""
     needs_several_steps: ClassVar[str] = ""
     needs_plain_steps: ClassVar[str] = ""
@@ -104,6 +107,8 @@ class Rule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "__init__" not in vars(cls) and (is_dataclass(cls) or cls.__init__ is object.__init__):
+            dataclass(frozen=True)(cls)
         if cls.gradient_stage not in GRADIENT_STAGES:
             raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
         for name in vars(cls).keys() - vars(Rule).keys():
