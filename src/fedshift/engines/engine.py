@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -191,24 +190,23 @@ class Engine(ABC):
     def iterate(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the inputs ``[B, ...]``, targets ``[B, ...]`` and key of each step."""
         keys = self.step_keys(name, [step for step, _ in batches])
-        moved = move_batches(batches, keys.device)
+        batches = move_batches(batches, keys.device)
         ahead = self.data[name].threaded and len(batches) > 1
-        loaded = self._load_ahead(name, moved) if ahead else starmap(partial(self.load_batch, name), moved)
-        for key in keys.unbind():
+        stored = self._read_ahead(name, batches) if ahead else repeat(None)
+        for key, batch in zip(keys.unbind(), batches, strict=True):
             with timed_section("data"):
-                x, y = next(loaded)
+                x, y = self.load_batch(name, *batch, next(stored))
             yield x, y, key
 
-    def _load_ahead(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs and targets of each batch, whose samples a thread reads while the batch before is used."""
-        data, calls = self.data[name], iter([(index, (self.seed, name, step)) for step, index in batches])
+    def _read_ahead(self, name: str, batches: Batches) -> Iterator[Tensor]:
+        """Yield the stored samples of each batch, which a thread reads while the batch before is used."""
+        read, calls = self.data[name].read, [(index, (self.seed, name, step)) for step, index in batches]
         with ThreadPoolExecutor(1) as thread:
-            pending = thread.submit(data.read, *next(calls))
-            for batch in batches:
-                stored = pending.result()
-                if call := next(calls, None):
-                    pending = thread.submit(data.read, *call)
-                yield self.load_batch(name, *batch, stored)
+            pending = thread.submit(read, *calls[0])
+            for call in calls[1:]:
+                stored, pending = pending.result(), thread.submit(read, *call)
+                yield stored
+            yield pending.result()
 
     def see(self, name: str, batches: Batches) -> SamplesBeforeWork | None:
         """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.
