@@ -1,7 +1,5 @@
 """Rules see the batch, the model's outputs and the input of a layer, from the pass that gives the loss."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -15,7 +13,6 @@ from tests.laws.course import make_trial, network, unequal
 LR = 0.05
 
 
-@dataclass(frozen=True)
 class CenterLoss(Rule):
     """Pulls what the layer ``features`` reads to zero, and counts labels; ``again``: from a second pass."""
 
@@ -75,7 +72,6 @@ def test_another_pass_of_the_same_model_sees_the_same_under_dropout_too():
     assert all((tensor - second[name]).abs().max() <= 1e-12 for name, tensor in first.items())
 
 
-@dataclass(frozen=True)
 class EvaluationLoss(Rule):
     """Keeps each client's entries before a first pass in evaluation mode, whether it left them, and the pass."""
 

@@ -1,6 +1,6 @@
 """The kernel's functions alone: purity, vmap, rules that chain with memories of their own, and refusals."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -73,7 +73,6 @@ def test_the_pure_step_changes_nothing_it_is_given_and_equals_the_one_in_place(m
     assert is_equal(pure.optimizer, owned.optimizer)
 
 
-@dataclass(frozen=True)
 class Counting(Rule):
     """Adds ``by`` to its memories each round, and ``by`` times the loss to the objective."""
 

@@ -1,7 +1,5 @@
 """Laws 3 and 5: strength 0 is the base, and differential privacy and robust aggregation refuse what is declared."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 from torch import nn
@@ -35,7 +33,6 @@ def plan_of(method):
     return prepare(method, network(), optimizer=SGD(lr=0.1))
 
 
-@dataclass(frozen=True)
 class Sends(Rule):
     """A rule that sends one number."""
 

@@ -1,14 +1,11 @@
 """Methods as a stranger would write them, from CONTRIBUTING.md alone."""
 
-from dataclasses import dataclass
-
 import torch
 
 from fedshift import Declared, Folded, Rule, Send, method
 from fedshift.core.means import weighted_mean
 
 
-@dataclass(frozen=True)
 class ClipNorm(Rule):
     limit: float
 
@@ -22,7 +19,6 @@ def clipped(base, *, limit=0.5):
     return base.with_rule(ClipNorm(limit))
 
 
-@dataclass(frozen=True)
 class SmallFeatures(Rule):
     """Keeps what the classifier reads small."""
 

@@ -250,6 +250,8 @@ def test_outputs_are_changed_before_every_loss_and_other_terms_stay(other, outsi
     [
         (lambda: fedbn(compose("gn")), "fedbn needs BatchNorm, which gn replaces: remove one of the two"),
         (lambda: fixbn(compose("hbn")), "fixbn needs BatchNorm, which hbn replaces"),
+        (lambda: compose("greg", "fedbn"), "but fedbn keeps '1.num_batches_tracked' on clients: use one of the two"),
+        (lambda: compose("greg", "gn"), "GReg compares statistics of BatchNorm, which gn replaces"),
         (lambda: compose("fedpac", "fedrep"), "fedrep and fedpac both add the rule HeadThenBody: remove one"),
         (lambda: fedprox(fedprox()), "has fedprox twice: remove one of the two"),
         (lambda: compose("dp", "fedavg"), r"fedavg already weighs clients; choose one of the two"),

@@ -2,7 +2,6 @@
 
 import random
 import sys
-from itertools import combinations, pairwise
 
 import numpy as np
 import pytest
@@ -147,22 +146,6 @@ def test_without_noise_and_clip_it_is_fedavg_of_clients_that_count_equally():
             assert (tensor - private.server.shared[name]).abs().max() <= 1e-13, name
 
 
-def test_the_noise_of_a_trial_differs_by_seed_and_round():
-    found = []
-    for seed in (0, 1):
-        still = trial(
-            dp(clipping_norm=1e-9, noise_multiplier=1e9), seed=seed, optimizer=SGD(lr=0.0)
-        )  # noise alone: nobody learns
-        states = [still.plan.initial]
-        for _ in range(2):
-            still.advance()
-            states.append(still.server.shared)
-        found += [after["0.weight"] - before["0.weight"] for before, after in pairwise(states)]
-        assert torch.equal(states[2]["3.weight"], states[0]["3.weight"])  # a frozen parameter
-    assert all((noise.abs() > 1e-4).all() for noise in found)
-    assert not any(torch.isclose(one, other).any() for one, other in combinations(found, 2))
-
-
 def test_statistics_that_are_frozen_get_no_noise():
     running = trial(fixbn(dp(noise_multiplier=0.1), switch=2))
     states = []
@@ -174,22 +157,10 @@ def test_statistics_that_are_frozen_get_no_noise():
     assert is_equal(states[2], states[3])
 
 
-def test_what_stays_on_clients_is_neither_clipped_nor_blurred():
-    running = trial(fedbn(dp(noise_multiplier=1.0)))
-    running.advance()
-    assert not [name for name in running.server.shared if name.startswith("1.")]
-    assert int(running.model_state("a")["1.num_batches_tracked"]) == 6
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dp(clipping_norm=0.0), "clipping_norm=0, noise_multiplier=1, delta=1e-05: give a clip above 0"),
-        (lambda: dp(noise_multiplier=-1.0), "noise_multiplier=-1"),
-        (lambda: dp(noise_multiplier=INF), "noise_multiplier=inf"),
-        (lambda: dp(delta=1.0), "delta=1: give"),
         (lambda: dp(clipping_norm=float("nan")), "clipping_norm=nan"),
-        (lambda: dp(clipping_norm=INF), "clipping_norm=inf bounds nothing"),
         (lambda: dp(median()), "median already replaces the aggregation"),
         (lambda: trial(dp(scaffold())), r"'dp\+scaffold': scaffold sends more than the entries that dp clips"),
         (lambda: trial(scaffold(dp())), r"'scaffold\+dp': scaffold sends more than the entries that dp clips"),

@@ -3,7 +3,6 @@
 import random
 from collections import Counter, defaultdict
 from dataclasses import replace
-from math import inf, log
 from pathlib import Path
 
 import numpy as np
@@ -240,12 +239,6 @@ WEIGHTED = make_loss(cross_entropy, weights=(1.0, 2.0, 3.0))
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: dp_sgd(clipping_norm=0.0), "clipping_norm=0, noise_multiplier=1, delta=1e-05: give a clip"),
-        (lambda: dp_sgd(clipping_norm=inf), "clipping_norm=inf"),
-        (lambda: dp_sgd(clipping_norm=float("nan")), "clipping_norm=nan"),
-        (lambda: dp_sgd(noise_multiplier=-1.0), "noise_multiplier=-1"),
-        (lambda: dp_sgd(noise_multiplier=inf), "noise_multiplier=inf"),
-        (lambda: dp_sgd(delta=0.0), "delta=0: give"),
         (lambda: plan_of(dp_sgd()), r"'dp_sgd': .* through BatchNorm \(layer '1'\) .*: add gn, ln, nonorm or fedwon"),
         (lambda: plan_of(dp_sgd(fedfa(gn()))), r"'dp_sgd\+fedfa\+gn': the model writes into '.*running_mean' during"),
         (lambda: plan_of(dp_sgd(dp_sgd(gn()))), "has dp_sgd twice: remove one of the two"),
@@ -319,21 +312,6 @@ def test_passes_are_the_most_batches_that_any_sample_was_in(method, settings):
         running.advance()
         most = {name: max(count for (own, _), count in used.items() if own == name) for name, _ in used}
         assert running.count_passes() == most, number
-
-
-@pytest.mark.parametrize(("noise", "passes"), [(1.0, 1), (0.8, 6), (3.0, 40)])
-def test_epsilon_is_that_of_opacus_and_of_the_closed_form(noise, passes):
-    accountants = pytest.importorskip("opacus.accountants")
-    from fedshift.analysis.privacy import ORDERS, compute_epsilon
-
-    accountant, delta = accountants.RDPAccountant(), 1e-5
-    for _ in range(passes):
-        accountant.step(noise_multiplier=noise, sample_rate=1.0)
-    found = compute_epsilon(noise, 1.0, passes, delta)
-    assert found == accountant.get_epsilon(delta, alphas=ORDERS)
-    a = 1 + np.geomspace(1e-3, 2e3, 100_000)
-    best = (passes * a / (2 * noise**2) + np.log((a - 1) / a) - (log(delta) + np.log(a)) / (a - 1)).min()
-    assert best <= found <= 1.01 * best
 
 
 def test_a_run_says_what_privacy_it_spent(make, tmp_path, Listener):

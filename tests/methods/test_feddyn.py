@@ -70,12 +70,6 @@ def test_it_minimizes_the_objective_of_the_weighting(weighting):
     assert running.clients["small"].memory[0]["weight"].abs().max() > 0.01
 
 
-@pytest.mark.parametrize("alpha", [0, -1])
-def test_a_regularizer_of_no_strength_is_refused(alpha):
-    with pytest.raises(UsageError, match=f"feddyn: alpha={alpha}: it must be above 0"):
-        feddyn(alpha=alpha)
-
-
 def test_what_would_break_the_sum_of_changes_is_refused():
     with pytest.raises(UsageError, match="already has a server optimizer"):
         feddyn(fedadam())

@@ -115,8 +115,6 @@ def test_variances_of_single_clients_are_refused_where_uploads_are_guarded(guard
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: fedfa(p=1.5), r"fedfa: p=1.5: give a probability in \[0, 1\]"),
-        (lambda: fedfa(momentum=0.0), r"fedfa: momentum=0: give a number in \(0, 1\]"),
         (lambda: apply_surgery(fedfa(), nn.Linear(2, 2)), "of these none is another convolution or pooling"),
         (lambda: apply_surgery(fedfa(layers="2x"), network()), r"none matches layers='2x'; near it are 2: name layers"),
         (lambda: trial(fedfa(layers="4")), r"a layer that it was asked for reads \[4, 8\]: name others \(layers=\)"),

@@ -126,7 +126,6 @@ def shifted(shape, classes):
 @pytest.mark.parametrize(
     ("make", "said"),
     [
-        (lambda: fedrdn(samples=0), "fedrdn: samples=0: give 1 or more"),
         (lambda: apply_surgery(fedrdn(), nn.Linear(2, 2)), "first convolution sees, but the model has none"),
         (lambda: trial(fedrdn(harmofl())), r"write harmofl\+fedrdn"),
         (

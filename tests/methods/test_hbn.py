@@ -184,15 +184,6 @@ def test_one_sample_trains_and_half_precision_keeps_its_type():
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
-    [({"momentum": 0.0}, r"hbn: momentum=0: give a number in \(0, 1\]"), ({"samples": 0}, "hbn: samples=0: give 1 or")],
-)
-def test_arguments_without_sense_are_refused(arguments, said):
-    with pytest.raises(UsageError, match=said):
-        hbn(**arguments)
-
-
-@pytest.mark.parametrize(
     ("make", "said"),
     [
         (

@@ -9,11 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import prepare
-from fedshift.core.server_round import server_round
-from fedshift.core.step import client_step
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation
 from fedshift.experiments.settings import Settings
@@ -24,62 +20,6 @@ from fedshift.methods.fedmmb import fedmmb
 from fedshift.methods.scaffold import scaffold
 from fedshift.utils.errors import UsageError
 from tests.methods.plain import advance
-
-CURVES, TARGETS, LR, STEPS = {"a": 1.0, "b": 10.0}, {"a": 0.0, "b": 1.0}, 0.05, 10
-OPTIMUM = sum(CURVES[k] * TARGETS[k] for k in CURVES) / sum(CURVES.values())
-
-
-class Point(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.w = nn.Parameter(torch.tensor([3.0], dtype=torch.float64))
-
-    def forward(self, x):
-        return x[:, 0] / 2 * (self.w - x[:, 1]) ** 2
-
-
-def federated(method, rounds, clients=("a", "b")):
-    plan = prepare(method, Point(), optimizer=SGD(lr=LR), loss=lambda outputs, _: outputs.mean())
-    server, kept = init_server(plan), {name: init_client(plan) for name in CURVES}
-    for number in range(rounds):
-        updates = {}
-        for name in clients if isinstance(clients, tuple) else clients(number):
-            job = client_init(plan, kept[name], server)
-            x = torch.tensor([[CURVES[name], TARGETS[name]]], dtype=torch.float64)
-            for _ in range(STEPS):
-                job, _ = client_step(plan, job, x, torch.zeros(1), torch.tensor(0))
-            kept[name], updates[name] = client_final(plan, job)
-        server = server_round(plan, server, updates, dict.fromkeys(CURVES, 1))
-    return float(server.shared["w"]), plan, kept, server
-
-
-def test_scaffold_reaches_the_optimum_and_fedavg_its_own_fixed_point():
-    pull = {name: 1 - (1 - LR * curve) ** STEPS for name, curve in CURVES.items()}
-    fixed_point = sum(pull[k] * TARGETS[k] for k in CURVES) / sum(pull.values())
-    assert federated(fedavg(), 40)[0] == pytest.approx(fixed_point, abs=1e-10)
-    assert federated(scaffold(), 40)[0] == pytest.approx(OPTIMUM, abs=1e-10)
-    assert abs(fixed_point - OPTIMUM) > 0.1
-
-
-def test_scaffold_reaches_the_optimum_when_clients_take_turns():
-    assert federated(scaffold(), 100, lambda number: ("a",) if number % 2 else ("b",))[0] == pytest.approx(
-        OPTIMUM, abs=1e-6
-    )
-
-
-def test_at_the_optimum_each_variate_is_its_clients_gradient():
-    w, _, kept, _ = federated(scaffold(), 40)
-    for name, client in kept.items():
-        assert float(client.memory[0]["w"]) == pytest.approx(CURVES[name] * (w - TARGETS[name]), abs=1e-9)
-
-
-def test_a_round_without_movement_changes_no_variate():
-    plan = prepare(scaffold(), Point(), optimizer=SGD(lr=0.0), loss=lambda outputs, _: outputs.mean())
-    job = client_init(plan, init_client(plan), init_server(plan))
-    job, _ = client_step(plan, job, torch.ones(1, 2, dtype=torch.float64), torch.zeros(1), torch.tensor(0))
-    client, update = client_final(plan, job)
-    assert float(client.memory[0]["w"]) == float(update.memory[0]["w"]) == 0.0
-
 
 SIZES = {"large": 40, "small": 5}
 
@@ -136,6 +76,14 @@ def test_it_minimizes_the_objective_of_the_weighting(weighting, engine):
     assert np.abs(found - optimum(shares)).max() <= 1e-8
     assert np.abs(optimum(SHARES["samples"]) - optimum(SHARES["uniform"])).max() > 0.1
     assert invariant(running, shares) <= 1e-14
+
+
+def test_a_round_without_movement_changes_no_variate():
+    still = trial(scaffold(), optimizer=SGD(lr=0.0))
+    still.advance()
+    assert not any(
+        tensor.any() for held in (still.server, *still.clients.values()) for tensor in held.memory[0].values()
+    )
 
 
 @pytest.mark.parametrize("method", [scaffold(), scaffold(fedmmb(batches=2, batch_size=4))], ids=["epochs", "fedmmb"])

@@ -17,10 +17,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, Field, dataclass, field, is_dataclass
 from difflib import get_close_matches
 from functools import cached_property
-from typing import Any, ClassVar, Literal, NamedTuple, Self, get_args
+from typing import Any, ClassVar, Literal, NamedTuple, Self, dataclass_transform, get_args
 
 import torch
 from torch import Tensor, nn
@@ -28,13 +28,14 @@ from torch import Tensor, nn
 from ..nn.dropout import derive_key, dropout_key
 from ..nn.recognition import placed_hooks
 from ..utils.errors import UsageError, unknown_name
-from ..utils.state import State, clone
+from ..utils.state import State as State
+from ..utils.state import clone
 from .declarations import Phase as Phase
 from .declarations import Send as Send
 from .means import weighted_mean
 from .network import Loss, compute_features, forward
 from .network import Network as Network
-from .states import LocalTrainingState, Seen, ServerState, Update
+from .states import LocalTrainingState, SamplesBeforeWork, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
 """The hooks that act; :meth:`Rule.bind` declares."""
@@ -42,8 +43,9 @@ GradientStage = Literal["objective", "transform", "step"]
 GRADIENT_STAGES: tuple[GradientStage, ...] = get_args(GradientStage)
 
 
+@dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Rule:
-    """Base class of rules, which changes nothing.
+    """Base class of rules, which changes nothing; a subclass without ``__init__`` becomes a frozen dataclass.
 
     ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they must not
     branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
@@ -82,6 +84,7 @@ class Rule:
 
     """
 
+    __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
     needs_shared: ClassVar[str] = ""
     needs_several_steps: ClassVar[str] = ""
     needs_plain_steps: ClassVar[str] = ""
@@ -104,6 +107,8 @@ class Rule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
+        if "__init__" not in vars(cls) and (is_dataclass(cls) or cls.__init__ is object.__init__):
+            dataclass(frozen=True)(cls)
         if cls.gradient_stage not in GRADIENT_STAGES:
             raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
         for name in vars(cls).keys() - vars(Rule).keys():
@@ -328,7 +333,7 @@ class Client(View):
 
     def __init__(
         self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State,
-        seen: Seen | None = None, loss: Loss = nn.functional.cross_entropy,
+        seen: SamplesBeforeWork | None = None, loss: Loss = nn.functional.cross_entropy,
     ) -> None:  # fmt: skip
         super().__init__(network, bound, index, job, state)
         self.round, self.steps, self._seen, self._loss = job.round, job.done - job.start, seen, loss
@@ -363,12 +368,12 @@ class Client(View):
     def _model(self) -> State:
         return {name: self._state[name] for name in self._network.initial}
 
-    def _first(self, what: str) -> Seen:
+    def _first(self, what: str) -> SamplesBeforeWork:
         count = self.bound.samples_before_work
         seen = self._see(count, what, "samples_before_work=samples")
         return seen._replace(x=seen.x[:count], y=seen.y[:count])
 
-    def _see(self, declared: object, what: str, declaration: str) -> Seen:
+    def _see(self, declared: object, what: str, declaration: str) -> SamplesBeforeWork:
         if not declared:
             raise _refuse(self.bound, what, declaration)
         if self._seen is None:

@@ -22,7 +22,7 @@ from ..core.kernel import broadcast, client_init
 from ..core.means import SummedUploads
 from ..core.network import forward
 from ..core.plan import Plan
-from ..core.states import ClientState, Seen, ServerState, Update
+from ..core.states import ClientState, SamplesBeforeWork, ServerState, Update
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
@@ -208,7 +208,7 @@ class Engine(ABC):
                 yield stored
             yield pending.result()
 
-    def see(self, name: str, batches: Batches) -> Seen | None:
+    def see(self, name: str, batches: Batches) -> SamplesBeforeWork | None:
         """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.
 
         The first distinct samples of the round, augmented like the samples of its first step.
@@ -220,7 +220,7 @@ class Engine(ABC):
         _, first = np.unique(order.cpu().numpy(), return_index=True)
         x, y = self.load_batch(name, step, order[torch.from_numpy(np.sort(first))[: max(1, count)]])
         targets = data.targets() if any(bound.targets for bound in self.plan.rules) else y[:0]
-        return Seen(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
+        return SamplesBeforeWork(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
 
     def draw_keys(self, steps: Mapping[str, Sequence[int]], device: torch.device) -> Tensor:
         """Return the keys of the random draws of clients' ``steps``, int64 ``[K, S]`` on ``device``.

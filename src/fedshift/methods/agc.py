@@ -7,27 +7,23 @@ SCAFFOLD then adds its correction.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, modifier
-from ..core.rule import Declared, Network, Rule, Step
+from ..core.rule import Declared, Network, Rule, State, Step
 from ..core.selection import last_layers
 from ..utils.errors import require
-from ..utils.state import State
 from ..utils.words import join_some
 
 EPS = 1e-3
 """Minimum norm of a unit's weights in equation 4."""
 SMALL_BATCH = 4
 """Largest batch size without clipping in FedWon's experiments (appendix A.3)."""
-NAMED = 3
-"""Maximum number of entries named in a notice."""
 
 
-@dataclass(frozen=True)
 class Clipping(Rule):
     """Clips each unit's gradient; ``classifier``: whether the last layer is clipped, too."""
 
@@ -50,7 +46,7 @@ class Clipping(Rule):
         pinned = [name for name in sorted(params.keys() & self.names) if not params[name].any()]
         if pinned:
             yield (
-                f"{method} clips the gradients of {join_some(pinned, shown=NAMED)}, which start at zero, to a norm of "
+                f"{method} clips the gradients of {join_some(pinned, shown=3)}, which start at zero, to a norm of "
                 f"{self.clip * EPS:.3g} (clip * {EPS:g}) each until their norm exceeds {EPS:g}: they hardly change in "
                 "a short run"
             )

@@ -6,45 +6,37 @@ derivative of F(u) with respect to alpha, and is clamped to [0, 1]. Here alpha t
 Normalization statistics are updated by the mixture in training.
 """
 
-from dataclasses import dataclass, field, replace
-
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Owned, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, State, Step, View
 from ..utils.errors import require
-from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class Mixture(Rule):
     """A personal model, and its weight ``alpha`` in the mixture; ``learned``: whether alpha is trained."""
 
     alpha: float
     learned: bool
-    buffers: frozenset[str] = field(default=frozenset(), repr=False)
     personalizes = "use"
     needs_shared = "APFL mixes each client's model with the shared model"
 
     def bind(self, network: Network) -> Declared:
-        bound = replace(self, buffers=frozenset(entry.name for entry in network.entries if entry.is_buffer))
         alpha = {"alpha": next(iter(network.params.values())).new_full((), self.alpha)} if self.learned else {}
-        return Declared(bound, model=network.initial, params=alpha, limits=dict.fromkeys(alpha, (0.0, 1.0)))
+        return Declared(self, model=network.initial, params=alpha, limits=dict.fromkeys(alpha, (0.0, 1.0)))
 
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         shared = {name: tensor.detach() for name, tensor in step.params.items()} | step.buffers
-        return loss + step.loss_at(self._mix(shared, step.own))
+        return loss + step.loss_at(self._mix(shared, step))
 
     def personalize(self, state: State, client: Client) -> State:
-        return self._mix(state, client.own)
+        return self._mix(state, client)
 
-    def _mix(self, shared: State, own: Owned) -> State:
+    def _mix(self, shared: State, client: View) -> State:
         """Return the mixture of ``shared`` and the personal model, with the statistics of the latter."""
-        alpha = own.params["alpha"] if self.learned else self.alpha
-        return {
-            name: mine if name in self.buffers else shared[name] + alpha * (mine - shared[name])
-            for name, mine in own.model.items()
-        }
+        personal, alpha = client.own.model, client.own.params["alpha"] if self.learned else self.alpha
+        mixed = {name: shared[name] + alpha * (personal[name] - shared[name]) for name in client.params}
+        return personal | mixed
 
 
 @method

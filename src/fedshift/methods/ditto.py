@@ -5,17 +5,13 @@ the server, or in ``epochs`` separate passes (the algorithm's s steps). The clie
 statistics; the training and averaging of w are unaffected.
 """
 
-from dataclasses import dataclass
-
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Phase, Rule, Step
+from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class PersonalModel(Rule):
     """A personal model, with a proximal term of strength ``lam`` to the loaded one."""
 

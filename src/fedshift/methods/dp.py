@@ -4,13 +4,10 @@ McMahan et al. 2018 (DP-FedAvg), arXiv:1710.06963, Algorithm 1 with flat clippin
 From the changes d_k of a round's m clients, over all entries together, the server computes
 (1/m) (sum_k d_k min(1, C / |d_k|) + N(0, (z C)^2)). Clients count equally, and integer counters are not updated on the
 server, because both would reveal how many samples a client has. A running variance that the noise makes negative keeps
-its value before the round.
-
-Noise that is not ``secret`` is a function of seed, method, round and entry: reproducible, but without privacy.
+its value. Noise that is not ``secret`` follows from seed, method, round and entry: reproducible, without privacy.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from math import inf
 
 import torch
@@ -18,13 +15,12 @@ from torch import Tensor
 
 from ..core.means import StreamingMean, cast_to
 from ..core.method import Method, method
-from ..core.rule import Folded, Rule, Server
+from ..core.rule import Folded, Rule, Server, State
 from ..utils.errors import require
 from ..utils.random_streams import draw_secret_normal, stream
-from ..utils.state import State, clone, move_together, pick
+from ..utils.state import clone, move_together, pick
 
 
-@dataclass(frozen=True)
 class GaussianNoise(Rule):
     """Values clipped to ``clipping_norm``, with noise of ``noise_multiplier`` norms on their sum.
 

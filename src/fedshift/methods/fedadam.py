@@ -3,18 +3,16 @@
 Reddi et al. 2021, arXiv:2003.00295, Algorithm 2: v = beta2 v + (1 - beta2) delta^2.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 
 from ..core.method import Method, method
-from ..core.rule import Declared, Folded, Network, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server, State
 from ..utils.errors import require
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 
-@dataclass(frozen=True, kw_only=True)
 class Adaptive(Rule):
     """``m = beta1 m + (1 - beta1) delta; x = x + lr m / (sqrt(v) + tau)``; ``second`` selects the update of v.
 

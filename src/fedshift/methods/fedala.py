@@ -8,19 +8,16 @@ learn W on a part of the data, in its first round until the loss converges; here
 epochs over all data. A client that has never trained adopts all shared layers.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Phase, Rule, Step, View
+from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step, View
 from ..core.selection import parse_selection
-from ..utils.errors import UsageError
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.errors import require
+from ..utils.state import add_prefix, entries_under, pick
 
 
-@dataclass(frozen=True)
 class LocalAggregation(Rule):
     """Weights of the shared model's last ``layers`` layers, trained with ``lr_scale`` times the learning rate."""
 
@@ -68,12 +65,9 @@ class LocalAggregation(Rule):
 def fedala(base: Method, *, layers: int | str = 1, rate: float = 10.0, epochs: int = 1) -> Method:
     """Learn weights for adopting the shared model's top layers in ``base``.
 
-    Args:
-        layers: The top layers: number of last layers, or a pattern such as ``"head.*"``.
-        rate: Learning rate of the weights relative to the model's.
-        epochs: Number of epochs that train the weights at the start of a round.
-
+    ``layers``: number of these last layers, or a pattern such as ``"head.*"``. ``rate``: learning rate of the weights
+    relative to the model's. ``epochs``: number of epochs that train them at the start of a round.
     """
-    if not rate > 0 or epochs < 1:
-        raise UsageError(f"rate={rate:g} and epochs={epochs}: give a rate above 0, and epochs of 1 or more")
-    return base.with_rule(LocalAggregation(layers, float(rate), epochs))
+    allowed = rate > 0 and epochs >= 1
+    require(allowed, f"rate={rate:g} and epochs={epochs}: give a rate above 0, and epochs of 1 or more")
+    return base.with_rule(LocalAggregation(layers, rate, epochs))

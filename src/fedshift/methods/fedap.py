@@ -7,21 +7,21 @@ mean_j|^2 + |std_i - std_j|^2). Client i loads ``self_weight`` w_i + (1 - ``self
 1 / d_ij divided by the sum over the other clients j.
 
 The authors measure means and variances once, in a network pretrained on data that all clients share. Here they are the
-running statistics of each client's BatchNorm, which it sends with every upload. The server uses the last statistics of
-a client that does not take part in a round; the client's mix then excludes its own upload.
+running statistics that clients send with every upload, the last ones of a client that sits a round out, whose mix then
+excludes its own upload.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Folded, Network, Rule, Server
+from ..core.rule import Folded, Network, Rule, Server, State
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
 from ..utils.errors import require
-from ..utils.state import State, group_entries, join_states, pick
+from ..utils.state import group_entries, join_states, pick
 
 Statistics = Mapping[str, State]
 """Running statistics by client."""
@@ -29,7 +29,6 @@ SMALLEST = 1e-14
 """Minimum distance: clients with equal statistics share nearly all of the weight."""
 
 
-@dataclass(frozen=True)
 class StatisticsMix(Rule):
     """Mixes uploads by the distances of BatchNorm's statistics; keeps each client's last statistics."""
 

@@ -3,8 +3,6 @@
 Hsu et al. 2019, arXiv:1909.06335, section 4.3: v = beta v + delta, w = w + lr v.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..core.method import Method, method
@@ -13,7 +11,6 @@ from ..utils.errors import require
 from ..utils.state import pick
 
 
-@dataclass(frozen=True, kw_only=True)
 class Momentum(Rule):
     """``v = beta v + delta; x = x + lr v``, equal to ``torch.optim.SGD`` with momentum on the gradient ``-delta``.
 

@@ -5,30 +5,28 @@ In each tensor, the fraction ``tau`` of the weights w with the largest |w (w - w
 clients overlap by 1 - (number of weights that are critical for one of them alone) / (2 x the number that are critical
 for the first). In round r, a client collaborates with those that it overlaps by at least a + r / beta (b - a), with the
 mean a and the maximum b over all pairs. Its critical weights become the plain mean over itself and these clients, the
-others the mean over all. The threshold rises, so that after ``beta`` rounds it keeps its critical weights alone, unless
-all overlaps are equal, as between two clients.
+others the mean over all. After ``beta`` rounds it keeps its critical weights alone, unless all overlaps are equal, as
+between two clients.
 
-Only parameters are mixed. That code leaves BatchNorm's statistics on clients, which is ``silobn+fedcac`` here. All of
-its clients take part in every round. A client that sits a round out is known here by its last critical weights, and
-loads the mean if no client of the round overlaps enough. Weights that did not move are not critical.
+Only parameters are mixed. That code leaves BatchNorm's statistics on clients, which is ``silobn+fedcac`` here. A client
+that sits a round out is known here by its last critical weights, and loads the mean if no client of the round overlaps
+enough. Weights that did not move are not critical.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Folded, Rule, Server
+from ..core.rule import Folded, Rule, Server, State
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, group_entries
+from ..utils.state import add_prefix, group_entries
 
 ROUNDING = 64
 """Changes below this multiple of a tensor's precision are rounding errors."""
 
 
-@dataclass(frozen=True)
 class CriticalMix(Rule):
     """Mixes of critical weights, a fraction ``tau``, over ``beta`` rounds; it keeps which were critical last."""
 

@@ -1,12 +1,8 @@
 """FedDecorr: a penalty on correlations of features keeps them from collapsing into few dimensions.
 
-Shi, Liang, Zhang, Tan and Bai 2023, arXiv:2210.00226: the loss includes beta times the mean of the squared entries of
-the correlation matrix of a batch's features, which are the inputs of the network's last layer. As in the authors' code
-(bytedance/FedDecorr), the mean leaves out the diagonal, which is 1, and is multiplied by (B - 1)^2 / B for a batch of B
-samples. A batch of one sample has no correlations.
+Shi et al. 2023, arXiv:2210.00226: the loss includes beta times the mean of the squared correlations of a batch's
+features, inputs of the last layer. As in bytedance/FedDecorr, it is times (B - 1)^2 / B for B samples.
 """
-
-from dataclasses import dataclass
 
 from torch import Tensor
 
@@ -15,9 +11,8 @@ from ..core.rule import Declared, Network, Rule, Step
 from ..utils.errors import require
 
 
-@dataclass(frozen=True)
 class Decorrelation(Rule):
-    """Adds ``beta`` times the mean squared product of two standardized features, over the size of the batch."""
+    """Penalizes correlations with strength ``beta``."""
 
     beta: float
 
@@ -26,10 +21,10 @@ class Decorrelation(Rule):
 
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         z_BD = step.features.flatten(1)
-        if min(z_BD.shape) < 2:
-            return loss
-        z_BD = (z_BD - z_BD.mean(dim=0)) / (z_BD.var(dim=0) + 1e-8).sqrt()
         size, width = z_BD.shape
+        if min(size, width) < 2:
+            return loss  # nothing to correlate
+        z_BD = (z_BD - z_BD.mean(dim=0)) / (z_BD.var(dim=0) + 1e-8).sqrt()
         total = (z_BD.T @ z_BD).triu(diagonal=1).square().sum()
         return loss + self.beta * total / (size * width * (width - 1) / 2)
 

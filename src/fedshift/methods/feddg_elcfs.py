@@ -1,21 +1,18 @@
 """FedDG-ELCFS: clients exchange amplitudes of images, and each step must also fit images in other clients' styles.
 
 Liu, Chen, Qin, Dou and Heng 2021 (CVPR), arXiv:2103.06030, with details from the authors' public code
-(liuquande/FedDG-ELCFS). A client uploads the low-frequency amplitudes of some of its images and receives the other
-clients' amplitudes. In each step, every image x of the batch also appears as x': its amplitudes A become (1 - lambda) A
-+ lambda A', where A' is sampled from the other clients' and lambda uniformly from 0..1; its phases are unchanged. With
-the gradient g of the loss L on x at weights w, the objective is L(w; x) + L(w - beta g; x'), in which g is a constant.
-If targets are masks, it includes boundary times a contrastive loss over mean features: features of contours, in x and
-x', are attracted to each other, and repelled from features of the background around them.
+(liuquande/FedDG-ELCFS). In each step, every image x of the batch also appears as x': its low-frequency amplitudes A
+become (1 - lambda) A + lambda A', where A' is sampled from the other clients' and lambda uniformly from 0..1; its
+phases are unchanged. With the gradient g of the loss L on x at weights w, the objective is L(w; x) + L(w - beta g; x'),
+in which g is a constant. If targets are masks, it includes boundary times a contrastive loss over mean features: those
+of contours, in x and x', are attracted to each other, and repelled from those of the background around them.
 
-The paper shares complete amplitudes and generates one image in the style of each other client; here only the used
-amplitudes are exchanged, and each step samples one new image. The code replaces the amplitude of the zero frequency
-(``L=0``), with the interpolation commented out; here the paper's interpolation is used. The zero frequency, a channel's
-brightness, keeps its sign, so that the result does not depend on the zero point of normalized inputs.
+The paper shares complete amplitudes and generates an image in the style of each other client; here only the used ones
+are exchanged, and a step samples one image. The code replaces the amplitude of the zero frequency (``L=0``); here it is
+interpolated, as in the paper. It keeps its sign, so that the result does not depend on the zero point of inputs.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,7 +20,7 @@ from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..nn.amplitude_norm import (
     AmplitudeNorm,
     amplitudes,
@@ -34,7 +31,6 @@ from ..nn.amplitude_norm import (
 )
 from ..nn.dropout import draw_uniform
 from ..utils.errors import UsageError, require
-from ..utils.state import State
 
 CLIP = 100.0
 """Maximum absolute value in the gradient of the inner step, as in the authors' code."""
@@ -51,26 +47,21 @@ def _contrast(features: Sequence[Tensor], y_BHW: Tensor, classes: int, tau: floa
     summed over classes except the background, class 0. The contour of a mask is removed by erosion by a pixel, and its
     background is added by dilation by ``AROUND`` pixels. Masks without one of the two have no such embedding.
 
-    Args:
-        features: Features of each version of the images, ``[B, C, H, W]``.
-        y_BHW: Masks; ignored pixels are negative.
-        classes: Number of classes.
-        tau: Temperature.
-
+    ``features``: of V versions of the images, ``[B, C, H, W]`` each. ``y_BHW``: masks; ignored pixels are negative.
     """
-    total = features[0].new_zeros(())
+    maps_VBCHW = torch.stack([*features])
+    total = maps_VBCHW.new_zeros(())
     for number in range(1, classes):
-        mask_B1HW = (y_BHW == number).to(features[0].dtype)[:, None]
+        mask_B1HW = (y_BHW == number).to(maps_VBCHW.dtype)[:, None]
         around_B1HW = mask_B1HW
         for _ in range(AROUND):
             around_B1HW = _dilate(around_B1HW)
         contour_B1HW = mask_B1HW - (1 - _dilate(1 - F.pad(mask_B1HW, (1, 1, 1, 1)))[:, :, 1:-1, 1:-1])
         around_B1HW = (around_B1HW - mask_B1HW) * (y_BHW >= 0)[:, None]
-        regions = [region for region in (contour_B1HW, around_B1HW) for _ in features]
-        sizes = [region.sum(dim=(2, 3)) for region in regions]
-        sums = [(f * region).sum(dim=(2, 3)) for f, region in zip([*features, *features], regions, strict=True)]
-        z_NC = torch.cat([total_BC / size.clamp(min=1) for total_BC, size in zip(sums, sizes, strict=True)])
-        present_N = torch.cat(sizes).flatten() > 0
+        regions_K1B1HW = torch.stack([contour_B1HW, around_B1HW])[:, None]
+        sizes_KVB1 = regions_K1B1HW.sum(dim=(4, 5)).expand(-1, len(features), -1, -1)
+        z_NC = ((maps_VBCHW * regions_K1B1HW).sum(dim=(4, 5)) / sizes_KVB1.clamp(min=1)).flatten(0, 2)
+        present_N = sizes_KVB1.flatten() > 0
         kind_N = torch.arange(len(z_NC), device=z_NC.device) < len(z_NC) // 2
         s_NN = torch.cosine_similarity(z_NC[:, None], z_NC[None], dim=2) / tau
         both_NN, same_NN = present_N[:, None] & present_N, kind_N[:, None] == kind_N
@@ -87,7 +78,6 @@ def _dilate(mask_B1HW: Tensor) -> Tensor:
     return torch.maximum(down, across)
 
 
-@dataclass(frozen=True)
 class SentAmplitudes(Rule):
     """Exchanges amplitudes, and adds the loss after an inner step on the batch in other clients' styles."""
 
@@ -196,5 +186,4 @@ def feddg_elcfs(
     require(0 < tau < float("inf"), f"tau={tau:g}: give a finite temperature above 0")
     require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")
     require(samples >= 1, f"samples={samples}: give 1 or more")
-    read = features if boundary else ""
-    return base.with_rule(SentAmplitudes(beta, boundary, tau, frequencies, samples, read))
+    return base.with_rule(SentAmplitudes(beta, boundary, tau, frequencies, samples, features if boundary else ""))

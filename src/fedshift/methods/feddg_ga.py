@@ -3,25 +3,21 @@
 Zhang et al. 2023 ("Federated Domain Generalization with Generalization Adjustment", CVPR), following the authors'
 public code; it replaces the weights of FedAvg (McMahan et al. 2017, arXiv:1602.05629). Client k's generalization gap is
 the loss of the shared model minus the loss of its own model before aggregation, both on k's data. Weights start equal;
-in each round a_k = a_k + step gap_k / max_j |gap_j|, clamped to [0, 1] and normalized. ``step`` is ``step_size``
-divided by the number of clients and may decay to zero over ``rounds`` rounds. Both losses are computed on the training
-batches of the next round, in training mode, so that clients send only one number and each batch runs three models. The
-gap of a client in its first round is zero.
+in each round a_k = a_k + step gap_k / max_j |gap_j|, clamped to [0, 1] and normalized; ``step`` is ``step_size`` by the
+number of clients. Both losses are of the next round's training batches, in training mode, so that clients send only one
+number and each batch runs three models. The gap of a client in its first round is zero.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.means import weighted_mean
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import add_prefix, entries_under, pick
 
 
-@dataclass(frozen=True)
 class GeneralizationGap(Rule):
     """On clients the gap of the shared model to their own before aggregation, on the server weights adjusted by it."""
 

@@ -5,21 +5,17 @@ of F_k(w) - <h_k, w> + alpha / 2 |w - w_t|^2; afterwards h_k = h_k - alpha (w_k 
 h_k and moves to mean(w_k) - h / alpha. The algorithm counts clients equally, which is ``weighting="uniform"``: p_k =
 1/N for all N clients. Otherwise p_k is client k's weight in the average of uploads, so that at a fixed point h is zero
 and so is the gradient of sum_k p_k F_k, which averaging by samples minimizes; the authors divide alpha by N p_k
-instead. A client that does not take part keeps h_k and its contribution to h. All of this applies to the entries that
-the client loads.
+instead. A client that sits out keeps h_k, and its part of h. All of this is of the entries that the client loads.
 """
-
-from dataclasses import dataclass
 
 import torch
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Server, State, Step
 from ..utils.errors import require
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 
-@dataclass(frozen=True)
 class GradientMemory(Rule):
     """The dynamic regularizer: h_k on clients, which converges to the gradient of the loss, and h on the server."""
 

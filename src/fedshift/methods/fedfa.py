@@ -4,9 +4,9 @@ Zhou and Konukoglu 2023 (ICLR), arXiv:2301.12995, by its abstract, memory of its
 (tfzhou/FedFA). In training each layer acts with probability p on a batch. With mean m and deviation s of each channel
 of each image, x becomes s' (x - m) / s + m', where m' ~ N(m, V_m) and s' ~ N(s, V_s) are drawn for each image. V_m =
 (1 + g_m) var(m), var over the batch, and g_m = C k / sum(k) over the C channels with k = 1 / (1 + 1 / v_m), v_m being
-the variance over clients of their moving mean of m; V_s likewise. The moving means go momentum of the way from what
-they were to the batch's in each step in which the layer acts; they are averaged with the model and go on from there, as
-in that code, while they restart in each round in the paper.
+the variance over clients of their moving mean of m; V_s likewise. The moving means go momentum of the way to the
+batch's in each step in which the layer acts; they are averaged with the model and go on from there, as in that code,
+while they restart in each round in the paper.
 
 That code takes v over clients and channels at once, so that g is 1 for every channel and clients' differences have no
 effect; here v is each channel's. Its variances of a batch are unbiased, here they are the paper's. It stands behind
@@ -25,11 +25,10 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Declared, Folded, Network, Rule, Server
+from ..core.rule import Declared, Folded, Network, Rule, Server, State
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
-from ..utils.state import State
 
 DRAWS = 5
 """Numbers of draws that a layer takes."""
@@ -44,10 +43,7 @@ class FeatureAugmentation(Keyed):
     over clients.
     """
 
-    running_mean: Tensor
-    running_std: Tensor
     var_mean: Tensor
-    var_std: Tensor
 
     def __init__(self, channels: int, p: float, momentum: float) -> None:
         super().__init__()
@@ -120,7 +116,6 @@ def _ends_maps(layer: nn.Module) -> bool:
     return isinstance(layer, nn.AdaptiveAvgPool2d | nn.AdaptiveAvgPool3d | nn.Flatten)
 
 
-@dataclass(frozen=True)
 class SharedVariances(Rule):
     """The variances over clients, which the server computes; ``layers``: names of layers with the dot behind them."""
 
@@ -145,12 +140,9 @@ class SharedVariances(Rule):
 def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str | None = None) -> Method:
     """Change mean and deviation of feature maps in the local work of ``base`` as clients and federation differ.
 
-    Args:
-        p: Probability that a layer acts on a batch, in [0, 1].
-        momentum: Fraction by which moving means move toward a batch's, in (0, 1].
-        layers: Layers in front of which feature maps are changed, a pattern such as ``"layer[23].*.conv1"``; None: all
-            convolutions but the first, and the pooling to a fixed size, or flattening, that ends the maps.
-
+    ``p``: probability that a layer acts on a batch, in [0, 1]. ``momentum``: fraction by which moving means move toward
+    a batch's, in (0, 1]. ``layers``: those in front of which feature maps are changed, a pattern such as
+    ``"layer[23].*.conv1"``; None: all convolutions but the first, and the pooling or flattening that ends the maps.
     """
     require(0 <= p <= 1, f"p={p:g}: give a probability in [0, 1]")
     require(0 < momentum <= 1, f"momentum={momentum:g}: give a number in (0, 1], 1 for only the last batch's")

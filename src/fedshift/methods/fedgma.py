@@ -8,8 +8,6 @@ mean is weighted, and the agreement counts clients equally. Entries that clients
 averaged.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..core.means import cast_to, stack_entry
@@ -18,7 +16,6 @@ from ..core.rule import Folded, Rule, Server
 from ..utils.errors import require
 
 
-@dataclass(frozen=True)
 class MaskedMean(Rule):
     """The mean of the uploads, with changes scaled down or dropped if the agreement is below ``threshold``."""
 

@@ -8,22 +8,19 @@ remaining changes. Clients store the directions and send which changes count, on
 weight and step of each client. Entries that clients do not train or do not load are averaged with the same weights.
 """
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from ..core.means import cast_to, stack_entry, weighted_mean
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State
 from ..utils.errors import require
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 ROUNDING = 64
 """Changes below this multiple of an entry's precision are rounding errors without a direction."""
 
 
-@dataclass(frozen=True)
 class Consistency(Rule):
     """On clients how often each weight fell, and so which changes count; on the server weights by distance."""
 

@@ -7,7 +7,6 @@ plain SGD, (tau_i - rho (1 - rho^tau_i) / (1 - rho)) / (1 - rho) with momentum r
 mu) with a proximal term mu (section 4). Entries that clients do not train or do not load are averaged.
 """
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import cast
 
@@ -19,7 +18,6 @@ from ..utils.errors import UsageError
 from .fedprox import Proximal
 
 
-@dataclass(frozen=True)
 class NormalizedAveraging(Rule):
     """The aggregation of FedNova, for steps of SGD, with or without FedProx's proximal term."""
 

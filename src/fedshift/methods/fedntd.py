@@ -1,12 +1,8 @@
 """FedNTD: clients keep what the server's model knows of the classes that a sample does not have.
 
-Lee, Jeong, Shin, Bae and Yun 2022, arXiv:2106.03097: the loss includes beta times the mean over the batch of KL(q, p),
-where p and q are softmax(scores / tau) over all classes but the true one: p of the model in training, q of the client's
-model at the start of the round, in evaluation mode. As in the authors' code (Lee-Gihun/FedNTD), the divergence is not
-multiplied by tau^2.
+Lee et al. 2022, arXiv:2106.03097: the loss includes beta times the mean divergence of softmax(scores / tau) without the
+true class from that of the model that the round began with. As in Lee-Gihun/FedNTD, it is not multiplied by tau^2.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +12,8 @@ from ..core.rule import Rule, Step
 from ..utils.errors import UsageError, require
 
 
-@dataclass(frozen=True)
 class NotTrueDistillation(Rule):
-    """Distills the other classes' scores from the model that the round starts with."""
+    """Distills all scores but the true class's."""
 
     beta: float
     tau: float
@@ -28,12 +23,10 @@ class NotTrueDistillation(Rule):
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         if (classes := step.outputs.shape[1]) < 3:
             raise UsageError(f"fedntd needs 3 or more classes, but the model has {classes}: leave fedntd out")
-        others = torch.arange(classes - 1, device=step.y.device)
-        others_BK = others + (others >= step.y[:, None])
-        teacher = step.run(step.start, training=False)
-        log_p, log_q = (
-            (scores.gather(1, others_BK) / self.tau).log_softmax(dim=1) for scores in (step.outputs, teacher.outputs)
-        )
+        others_K = torch.arange(classes - 1, device=step.y.device)
+        others_BK = others_K + (others_K >= step.y[:, None])
+        scores = step.outputs, step.run(step.start, training=False).outputs
+        log_p, log_q = ((each.gather(1, others_BK) / self.tau).log_softmax(dim=1) for each in scores)
         return loss + self.beta * (log_q.exp() * (log_q - log_p)).sum(dim=1).mean()
 
 

@@ -1,12 +1,10 @@
 """FedPAC: features are pulled to their class's mean over all clients, and each client loads its own mix of classifiers.
 
 Xu, Tong and Huang, ICLR 2023, arXiv:2306.11867; formulas from the authors' public code (JianXu95/FedPAC). A round first
-trains the classifier, then the features, whose loss gains lam times the mean square of the difference between each
-feature and its class's prototype, as in ``fedproto``. The features are averaged by samples. Client i loads the
+trains the classifier, then the features, whose loss has lam times the pull of ``fedproto``. Client i loads the
 classifier sum_j a_ij w_j, where the weights a_i >= 0 with sum 1 minimize sum_j a_ij^2 v_j + |h_i - sum_j a_ij h_j|^2: h
 has a row p_k mu_k for each class k, of its share among the client's samples and its mean feature before the features
 are trained, and v = (sum_k p_k m_k - |h|^2) / n, of the mean squared norms m_k and n samples, is the variance of h.
-Weights below 0.001 are left out, as in that code.
 
 That code measures h and v in a separate pass. Here they are of the samples of the first pass until the features are
 trained, normalized by batch where there is BatchNorm, and p_k is the share among the classes of these samples. A client
@@ -14,7 +12,7 @@ that sits a round out is known by the h that it sent last, and its mix is of the
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import ceil
 
 import numpy as np
@@ -23,33 +21,29 @@ from scipy.optimize import nnls
 from torch import Tensor, nn
 
 from ..analysis.statistics import Floats
+from ..core.means import stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Send, Server, State, Step
 from ..core.selection import name_classifier
 from ..utils.errors import require
-from ..utils.state import State
 from .fedproto import Prototypes
 from .fedrep import HeadThenBody
 
-COMPARED = ("weighted_means", "variance")
-"""Uploads by which the server compares clients."""
 SMALLEST = 1e-3
-"""Weight of a classifier below which a mix does without it."""
+"""Weight of a classifier below which a mix does without it, as in the authors' code."""
 
 
-@dataclass(frozen=True)
 class AlignedFeatures(Prototypes):
     """A pull of strength ``lam`` to class prototypes, and mixes of classifiers of least expected error.
 
     The server keeps the weighted means that each client sent last. ``epochs``: those of a round in which all samples
-    are seen before the features' parameters move.
+    are seen before the features' parameters move. ``body``: those that clients load and train; ``head``: the
+    classifier's entries.
     """
 
     epochs: int
     body: tuple[str, ...] = field(default=(), repr=False)
-    """Parameters of the features that clients load and train."""
     head: tuple[str, ...] = field(default=(), repr=False)
-    """Entries of the classifier."""
     aggregates = True
     keeps = True
     mixes = True
@@ -114,13 +108,14 @@ class AlignedFeatures(Prototypes):
 
     def fold(self, server: Server) -> Folded:
         clients = [each.client for each in server.received]
-        sent = {name: torch.stack([upload[name].double().flatten() for upload in server.uploads]) for name in COMPARED}
+        means_NF = stack_entry(server.uploads, "weighted_means").flatten(1)
+        variances = np.diag(stack_entry(server.uploads, "variance").cpu().numpy())
         known = server.kept | {c: u["weighted_means"] for c, u in zip(clients, server.uploads, strict=True)}
         mixes = {}
         for client, own in known.items():
-            gaps = own.double().flatten() - sent["weighted_means"]
-            weights = _weigh((gaps @ gaps.T).cpu().numpy() + np.diag(sent["variance"][:, 0].cpu().numpy()))
-            mixes[client] = {name: torch.tensor(weights) for name in self.head}
+            gaps_NF = own.double().flatten() - means_NF
+            weights = torch.tensor(_weigh((gaps_NF @ gaps_NF.T).cpu().numpy() + variances))
+            mixes[client] = dict.fromkeys(self.head, weights)
         return replace(super().fold(server), entries=server.entries, kept=known, mixes=mixes)
 
 
@@ -136,11 +131,11 @@ def _weigh(form: Floats) -> Floats:
         return np.full(count, 1 / count)
     values, vectors = np.linalg.eigh(form / scale)
     root = np.sqrt(values.clip(min=0))[:, None] * vectors.T
-    found, _ = nnls(np.vstack([root, np.ones(count)]), np.append(np.zeros(count), 1.0))
-    weights = found / found.sum()
-    kept: Floats = np.where(weights > SMALLEST, weights, 0.0)
-    kept /= kept.sum()
-    return kept
+    weights: Floats = nnls(np.vstack([root, np.ones(count)]), np.append(np.zeros(count), 1.0))[0]
+    weights /= weights.sum()
+    weights[weights <= SMALLEST] = 0.0
+    weights /= weights.sum()
+    return weights
 
 
 def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
@@ -152,11 +147,7 @@ def _sum_weights(params: State, names: Sequence[str]) -> Tensor:
 def fedpac(base: Method, *, lam: float = 1.0, head: int = 1, body: int = 5) -> Method:
     """Pull the features of ``base`` to class prototypes, and send each client a mix of classifiers.
 
-    Args:
-        lam: Strength of the pull.
-        head: Part of a round's steps in which the classifier is trained, to ``body``.
-        body: Part in which the features are trained.
-
+    ``lam``: strength of the pull. ``head : body``: ratio of a round's steps for the classifier and for the features.
     """
     require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (no pull) or more")
     require(head >= 1 and body >= 1, f"head={head} and body={body}: give 1 or more for each")

@@ -1,32 +1,30 @@
 """FedPLVM: several prototypes per class from each client, as its features vary, and a sparse contrast with them.
 
 Wang, Bian, Zhang, Chen and Xu, NeurIPS 2024, arXiv:2403.09048; formulas from the authors' public code
-(TriStonesWang/FedPLVM). A client clusters its features of each class by FINCH and sends the clusters' means; the server
-clusters those of all clients as in ``fpl``, and a class's unbiased prototype is the plain mean of its clusters' means.
-For each sample with feature z and class k, the loss includes lam times -log(sum over clusters of k of exp(cos(z,
-p)^alpha / tau) / the same sum over all clusters of all classes) + 2 (1 - cos(z, u_k))^2. Powers alpha below 1 raise
-small similarities, so that features that are merely less similar to other classes' prototypes are still pushed away.
-The base averages models. Clustered features are those of a round's last samples, as seen in its steps.
+(TriStonesWang/FedPLVM). A client clusters its features of each class, a round's last ones as seen in its steps, by
+FINCH and sends the clusters' means; the server clusters those of all clients as in ``fpl``, and u_k is the plain mean
+of class k's clusters' means. For each sample with feature z and class k, the loss includes lam times -log(sum over
+clusters of k of exp(cos(z, p)^alpha / tau) / the same sum over all clusters) + 2 (1 - cos(z, u_k))^2. Powers alpha
+below 1 raise small similarities, so that features that are merely less similar to other classes' prototypes are still
+pushed away.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Send, Step
+from ..core.rule import Client, Declared, Network, Send, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 from .fpl import ClusterPrototypes
 
 SMALLEST = 1e-3
 """Similarity below which the contrast is constant: the slope of a power below 1 has no bound at 0."""
 
 
-@dataclass(frozen=True)
 class LocalClusterPrototypes(ClusterPrototypes):
     """FPL's losses with similarities to the power ``alpha``, and prototypes that clients cluster.
 
@@ -89,17 +87,11 @@ class LocalClusterPrototypes(ClusterPrototypes):
 def fedplvm(base: Method, *, alpha: float = 0.25, tau: float = 0.07, lam: float = 100.0, samples: int = 256) -> Method:
     """Add a sparse contrast with prototypes that clients and server cluster, and attraction to their mean, to ``base``.
 
-    Args:
-        alpha: Power of similarities, in (0, 1].
-        tau: Temperature of the contrast.
-        lam: Strength of both losses.
-        samples: Number of features that a client clusters, the last ones of a round.
-
+    ``alpha``: power of similarities, in (0, 1]. ``tau``: temperature of the contrast. ``lam``: strength of both losses.
+    ``samples``: number of features that a client clusters, the last ones of a round.
     """
     require(lam >= 0, f"lam={lam:g} is negative; it must be 0 (neither loss) or more")
-    require(
-        tau > 0 and 0 < alpha <= 1 and samples >= 1,
-        f"alpha={alpha:g}, tau={tau:g} and samples={samples}: give a power in (0, 1], a temperature above 0, and 1 or "
-        "more samples",
-    )
+    require(0 < alpha <= 1, f"alpha={alpha:g}: give a power in (0, 1]")
+    require(tau > 0, f"tau={tau:g}: give a temperature above 0")
+    require(samples >= 1, f"samples={samples}: give 1 or more")
     return base.with_rule(LocalClusterPrototypes(lam, tau=tau, alpha=alpha, samples=samples))

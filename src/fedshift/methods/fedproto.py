@@ -4,24 +4,19 @@ Tan et al. 2022, arXiv:2105.00243; formulas from the authors' public code (yueta
 a class is the mean feature of its samples of that class, as seen in the last epoch of a round; the server averages the
 clients' prototypes, weighted by their numbers of samples (the code uses the plain mean). As in that code, the loss
 includes lam times the mean square of the difference between each feature and the prototype of its class; a class
-without a prototype adds nothing. In the paper only prototypes are exchanged and models stay on clients:
-``fedproto+single``. On FedAvg, models are averaged as well. The classifier predicts; that code also evaluates
-predictions by the nearest prototype.
+without a prototype adds nothing. The classifier predicts; that code also evaluates predictions by the nearest one.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
+from ..core.means import stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..core.selection import find_classifier
 from ..utils.errors import require
-from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class Prototypes(Rule):
     """Attracts features to class prototypes, which are averaged over clients, with strength ``lam``."""
 
@@ -30,7 +25,7 @@ class Prototypes(Rule):
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
-        zeros_KD = torch.zeros_like(classifier.weight, requires_grad=False)
+        zeros_KD = torch.zeros_like(classifier.weight)
         counts_K = zeros_KD[:, 0].clone()
         sent = Send.like({"prototypes": zeros_KD}, "class", passed_on=True)  # if only one client has the class
         return Declared(
@@ -64,16 +59,14 @@ class Prototypes(Rule):
         return client.memory, {"prototypes": sums_KD / counts_K.clamp(min=1)[:, None], "counts": counts_K}
 
     def fold(self, server: Server) -> Folded:
-        memory, uploads = server.memory, server.uploads
-        counts_NK = torch.stack([upload["counts"].double() for upload in uploads])
-        means_NKD = torch.stack([upload["prototypes"].double() for upload in uploads])
+        memory = server.memory
+        counts_NK, means_NKD = (stack_entry(server.uploads, name) for name in ("counts", "prototypes"))
         total_K = counts_NK.sum(dim=0)
         mean_KD = (counts_NK[:, :, None] * means_NKD).sum(dim=0) / total_K.clamp(min=1)[:, None]
         present_K = total_K > 0
         before_KD = memory["prototypes"]
         prototypes = torch.where(present_K[:, None], mean_KD.to(before_KD.dtype), before_KD)
-        known = torch.where(present_K, torch.ones_like(memory["known"]), memory["known"])
-        return Folded({"prototypes": prototypes, "known": known})
+        return Folded({"prototypes": prototypes, "known": torch.where(present_K, 1.0, memory["known"])})
 
 
 @method

@@ -5,15 +5,11 @@ mu * (w - w_t) is added here in closed form. It applies to the entries that the 
 client has no w_t.
 """
 
-from dataclasses import dataclass
-
 from ..core.method import Method, method
-from ..core.rule import Rule, Step
+from ..core.rule import Rule, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class Proximal(Rule):
     """Adds the gradient ``mu * (w - w_t)`` of the proximal term."""
 

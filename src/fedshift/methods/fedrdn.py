@@ -7,10 +7,8 @@ is drawn among all for each image and step; in evaluation, client k normalizes b
 
 That code draws once per batch, separately for mean and deviation, reads all of a client's images, and exchanges values
 before training. Here they come with every upload: images of the first round are normalized by the client's own values,
-later ones by those of the last round's clients. A layer
-before the first convolution always normalizes by the client's values, which it keeps, and a batch is shifted and scaled
-so that the result is normalized by the drawn client's: in all other uses, the network's inputs are normalized as in
-evaluation.
+later ones by those of the last round's clients. A layer before the first convolution always normalizes by the client's
+values, which it keeps, and a batch is shifted and scaled so that the result is normalized by the drawn client's.
 """
 
 from __future__ import annotations
@@ -23,13 +21,12 @@ from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Hook, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
-from ..utils.state import State
 
 KINDS = ("mean", "deviation")
 
@@ -72,7 +69,6 @@ class ScaleInputs:
         return replace_modules(module, lambda _, layer: nn.Sequential(scaling, first) if layer is first else None)
 
 
-@dataclass(frozen=True)
 class ClientStatistics(Rule):
     """Statistics of the clients' images, sent with every upload; ``layer``: the InputScaling's name."""
 
@@ -100,14 +96,10 @@ class ClientStatistics(Rule):
     def start(self, client: Client) -> State:
         if client.memory["deviation"].any():
             return client.memory
-        seen: dict[str, Tensor] = {}
-
-        def note(name: str) -> Hook:
-            return lambda _, given: seen.update({name: given[0]})
-
-        client.run({name: note(name) for name in ("", self.layer)})
-        x = seen[""]
-        if x.shape != seen[self.layer].shape or not torch.equal(x, seen[self.layer]):
+        seen: list[Tensor] = []
+        client.run(dict.fromkeys(("", self.layer), lambda _, inputs: seen.append(inputs[0])))
+        x, scaled = seen[0], seen[-1]
+        if not torch.equal(x, scaled):
             raise UsageError(
                 "fedrdn normalizes the inputs of the model, but its first convolution sees them changed: move what "
                 "changes them into the data, or use another method"

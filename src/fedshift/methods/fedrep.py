@@ -5,15 +5,12 @@ By default the steps of a round are divided in that ratio, so that FedRep has th
 ``head_epochs`` and ``body_epochs`` follow the paper.
 """
 
-from dataclasses import dataclass
-
 from ..core.method import Method, method
 from ..core.rule import Declared, Network, Phase, Rule
 from ..core.selection import parse_selection
 from ..utils.errors import require
 
 
-@dataclass(frozen=True)
 class HeadThenBody(Rule):
     """Trains the head for a fraction ``share`` of the round's steps, then the body, each for at least one step."""
 

@@ -1,42 +1,36 @@
 """FedRoD: a generic head learns from balanced classes, and a personal head adapts to the client's class frequencies.
 
 Chen and Chao 2022, arXiv:2107.00778. The body and the generic head minimize the loss of the balanced softmax, which
-adds the logarithm of the client's number of training samples of a class to its score. The personal head, initially a
-copy of the generic head, minimizes the usual loss of the sum of both heads' scores, with features and generic scores
-held constant. The body and the generic head are averaged; the client uses the sum of the heads, which for linear heads
-is one head with the sum of their weights. The authors published no code; the formulas follow two independent
-implementations (TsingZ0/PFLlib and fluke). A class without samples on a client counts as 1e-12 samples, so that scores
-are finite.
+adds the logarithm of the client's number of training samples of a class, at least 1e-12, to its score. The personal
+head, initially a copy of the generic head, minimizes the usual loss of the sum of both heads' scores, with features and
+generic scores held constant. The body and the generic head are averaged; the client uses the sum of the heads, which
+for linear heads is one head with the sum of their weights. The authors published no code; the formulas follow two
+independent implementations (TsingZ0/PFLlib and fluke).
 """
-
-from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, State, Step
 from ..core.selection import find_classifier
-from ..utils.state import State, pick
+from ..utils.state import pick
 
 
-@dataclass(frozen=True)
 class PersonalHead(Rule):
-    """Balanced softmax for the model, and a personal head on its features; ``head``: the names of its entries."""
+    """Balanced softmax for the model, and a personal head on its features."""
 
-    head: tuple[str, ...] = field(default=(), repr=False)
     personalizes = "use"
     needs_shared = "FedRoD adds a personal head to the shared head"
     needs_classes = "FedRoD balances classes"
 
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
-        names = tuple(entry.name for entry in network.entries if entry.owner is classifier)
-        if not network.loaded.intersection(names):
+        names = frozenset(entry.name for entry in network.entries if entry.owner is classifier)
+        if not network.loaded & names:
             raise network.refuse_kept(self.needs_shared, names)
-        counts_K = next(iter(network.params.values())).new_zeros(classifier.out_features)
-        model, memory = pick(network.params, names), {"class_counts": counts_K}
-        return Declared(replace(self, head=names), model=model, memory=memory, targets=True)
+        memory = {"class_counts": torch.zeros_like(classifier.weight[:, 0])}
+        return Declared(self, model=pick(network.params, names), memory=memory, targets=True)
 
     def start(self, client: Client) -> State:
         before_K = client.memory["class_counts"]

@@ -4,10 +4,10 @@ Nguyen, Torr and Lim, NeurIPS 2022, "FedSR: A Simple and Effective Domain Genera
 The classifier is replaced by a linear layer that computes the mean and deviation (by softplus) of Z features, a sample
 z = mean + deviation * noise, and a linear classifier of z. The loss includes l2 times the mean norm of z, and cmi times
 the mean divergence KL(N(c mean, (c deviation)^2), N(r_y, s_y^2)), a bound on the mutual information of features and
-inputs conditioned on the class (without classes, the bound of Alemi et al. 2017, arXiv:1612.00410). Formulas from the
-authors' public code (atuannguyen/FedSR), whose L2 term is the norm, not its square. As in that code, each client has
-its own c, r and s, which are trained and decayed with the model and never sent. That code predicts by the mean
-probability over 20 samples; here evaluation uses the mean features, so that predictions are deterministic.
+inputs conditioned on the class (without classes, the bound of Alemi et al. 2017, arXiv:1612.00410). As in the authors'
+code (atuannguyen/FedSR), the L2 term is the norm, not its square, and each client has its own c, r and s, which are
+trained and decayed with the model and never sent. That code predicts by the mean probability over 20 samples; here
+evaluation uses the mean features.
 """
 
 from collections import OrderedDict
@@ -41,8 +41,8 @@ class Sampler(Keyed):
         z_BZ, deviation_BZ = mean_BZ, F.softplus(raw_BZ)
         if self.training:
             z_BZ = mean_BZ + deviation_BZ * draw_normal(*take_draws(self, 2), mean_BZ.shape).to(mean_BZ.dtype)
-        features_BZ: Tensor = self.drawn(torch.cat([mean_BZ, deviation_BZ, z_BZ], dim=1)).chunk(3, dim=1)[2]
-        return features_BZ
+        drawn_B3Z: Tensor = self.drawn(torch.cat([mean_BZ, deviation_BZ, z_BZ], dim=1))
+        return drawn_B3Z.chunk(3, dim=1)[2]
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,6 @@ class GaussianFeatures:
         return replace_modules(module, lambda _, layer: head if layer is last else None)
 
 
-@dataclass(frozen=True)
 class Representation(Rule):
     """Regularizes the norm of features by ``l2``, and their information beyond the class by ``cmi``."""
 
@@ -78,7 +77,7 @@ class Representation(Rule):
     def bind(self, network: Network) -> Declared:
         classifier = find_classifier(network.entries, self.source_method)
         sampler = next(name for name, layer in network.module.named_modules() if isinstance(layer, Sampler))
-        ones_KZ = torch.ones_like(classifier.weight, requires_grad=False)
+        ones_KZ = torch.ones_like(classifier.weight)
         own = {"means": torch.zeros_like(ones_KZ), "deviations": ones_KZ, "scale": ones_KZ.new_ones(())}
         return Declared(self, params=own, phases=(Phase(decay=True),), features=f"{sampler}.drawn")
 
@@ -97,11 +96,7 @@ class Representation(Rule):
 def fedsr(base: Method, *, l2: float = 0.01, cmi: float = 0.0005, size: int | None = None) -> Method:
     """Use Gaussian features in ``base``, and regularize their norm and their information beyond the class.
 
-    Args:
-        l2: Strength of the norm of the features.
-        cmi: Strength of the conditional mutual information of features and inputs.
-        size: Number of features; None: the number of the classifier's inputs.
-
+    ``l2`` and ``cmi``: strengths of the two. ``size``: number of features; None: as many as the classifier's inputs.
     """
     require(l2 >= 0 and cmi >= 0, f"l2={l2:g} and cmi={cmi:g}: give 0 or more for each")
     more = size is None or size >= 1

@@ -7,12 +7,12 @@ similarity, connected components are clusters, and the clusters' means are clust
 with more than one cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that
 a domain counts equally for any number of clients. For each sample with feature z and class k, the loss includes the
 mean square of z minus the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same
-sum over all clusters of all classes). Clients' prototypes are defined in ``fedproto``; as in that code, a class that no
-client sends in a round has no prototype in the next round. The base averages models.
+sum over all clusters). Clients' prototypes are those of ``fedproto``; a class that no client sends in a round has none
+in the next, as in that code.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 import torch
@@ -23,9 +23,8 @@ from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
 from ..core.method import Method, method
-from ..core.rule import Declared, Folded, Network, Server
+from ..core.rule import Declared, Folded, Network, Server, State
 from ..utils.errors import require
-from ..utils.state import State
 from .fedproto import Prototypes
 
 UNUSED = -1e9
@@ -46,7 +45,6 @@ def _average(points_ND: Tensor, labels_N: Tensor) -> Tensor:
     return torch.stack([points_ND[labels_N == label].mean(dim=0) for label in range(int(labels_N.max()) + 1)])
 
 
-@dataclass(frozen=True)
 class ClusterPrototypes(Prototypes):
     """Contrastive loss with the clusters' prototypes at temperature ``tau``, and attraction to their unbiased mean."""
 
@@ -63,13 +61,12 @@ class ClusterPrototypes(Prototypes):
         """Return the cluster of each point by FINCH with cosine distances, int64 ``[N]``."""
         labels_N = _link_nearest(points_ND)
         while True:
-            count = int(labels_N.max()) + 1
             coarser_N = _link_nearest(_average(points_ND, labels_N))[labels_N]
-            coarser_count = int(coarser_N.max()) + 1
-            if coarser_count in (1, count):
+            lost = int(labels_N.max() - coarser_N.max())
+            if lost == 0 or not coarser_N.any():
                 return labels_N
             labels_N = coarser_N
-            if count - coarser_count == 1:
+            if lost == 1:
                 return labels_N
 
     @classmethod

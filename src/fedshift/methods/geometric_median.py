@@ -6,8 +6,6 @@ convergence, because it converges slowly from the mean if an upload is far away.
 other entries are averaged with the same beta.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from ..core.means import squared_distances, stack_entry, weighted_mean
@@ -20,7 +18,6 @@ TOLERANCE = 1e-12
 """The iteration has converged if no upload's share changes by more than this."""
 
 
-@dataclass(frozen=True)
 class GeometricMedian(Rule):
     """The geometric median by at most ``steps`` iterations; ``nu``: smoothing, relative to their median distance."""
 

@@ -3,10 +3,8 @@
 Le, Ho, Do, Le-Phuoc and Wong 2024 (CVPR), arXiv:2403.15605, by its abstract and the authors' public code
 (lhkhiem28/gPerXAN). Each BatchNorm of feature maps becomes b BN(x) + i IN(x), where (b, i) is the softmax of two scores
 that are trained and start equal. InstanceNorm removes a client's style, BatchNorm keeps information about classes. BN
-and its score stay on the client, all other entries are averaged. With the features z of a batch, the loss L includes
-lam times the loss of the loaded classifier, which is held constant: L(W z) + lam L(W_loaded z).
-
-BatchNorm of vectors is not mixed with an InstanceNorm, and stays on the client unchanged.
+and its score stay on the client, as does BatchNorm of vectors; all other entries are averaged. With the features z of a
+batch, the loss L includes lam times that of the loaded classifier, which is held constant: L(W z) + lam L(W_loaded z).
 """
 
 from __future__ import annotations
@@ -81,7 +79,6 @@ class Assemble:
         return take_place(name, layer, "an added InstanceNorm", partial(AssembledNorm, layer))
 
 
-@dataclass(frozen=True)
 class Guidance(Rule):
     """The loss of the loaded classifier on the client's features, of strength ``lam``; ``head``: its entries."""
 

@@ -8,7 +8,7 @@ sent, with predictions q. The loss includes lam (KL(p, q) + KL(q, p)) / 2, the m
 through both passes. The second has no dropout and changes no statistics.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 from torch import Tensor
 
@@ -19,7 +19,6 @@ from ..utils.errors import UsageError, require
 from ..utils.state import pick
 
 
-@dataclass(frozen=True)
 class Consistency(Rule):
     """The divergence of strength ``lam`` of predictions with loaded statistics; ``statistics``: their entries."""
 

@@ -4,10 +4,8 @@ Jiang, Wang and Dou 2022 (AAAI), arXiv:2112.10775, following the authors' public
 round each client measures the mean amplitudes of its images; the server averages them once, counting clients equally,
 and all later images use these amplitudes and keep their phases. A local step at weights w with gradient g follows the
 gradient at w + alpha g / |g|, which leads to flat minima, in which the mean of all clients' models still performs well
-(Foret et al. 2021, arXiv:2010.01412).
-
-The zero frequency, the mean brightness of each channel, keeps its sign, so that shifted inputs are harmonized in the
-same way. Images are unchanged until the server has averaged. BatchNorm's statistics are of unperturbed weights.
+(Foret et al. 2021, arXiv:2010.01412). BatchNorm's statistics are of unperturbed weights. Images are unchanged until the
+server has averaged. A channel's zero frequency, its brightness, keeps its sign, so that shifted inputs fare alike.
 """
 
 from dataclasses import dataclass, field, replace
@@ -17,13 +15,10 @@ from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
 from ..utils.errors import UsageError, require
-from ..utils.state import State
-
-TINY = 1e-12
 
 
 @dataclass(frozen=True)
@@ -41,7 +36,6 @@ class NormalizeAmplitudes:
         return replace_modules(module, lambda _, layer: normalized if layer is first else None)
 
 
-@dataclass(frozen=True)
 class MeanAmplitude(Rule):
     """Amplitudes of the clients' first images, which the server averages once; ``entry``: the one that holds them."""
 
@@ -77,7 +71,6 @@ class MeanAmplitude(Rule):
         return Folded({}, {self.entry: torch.where((before != 0).any(), before, mean)})
 
 
-@dataclass(frozen=True)
 class PerturbedWeights(Rule):
     """Uses the gradient at weights moved by a distance of ``alpha`` along the gradient."""
 
@@ -86,7 +79,7 @@ class PerturbedWeights(Rule):
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         grads = step.gradient_at(step.params)
         norm = torch.stack([grad.square().sum() for grad in grads.values()]).sum().sqrt()
-        scale = self.alpha / (norm + TINY)
+        scale = self.alpha / (norm + 1e-12)
         perturbed = {name: tensor + scale * grads[name] for name, tensor in step.params.items()}
         return loss - step.criterion(step.outputs, step.y) + step.loss_at(perturbed)
 
@@ -95,12 +88,9 @@ class PerturbedWeights(Rule):
 def harmofl(base: Method, *, alpha: float = 0.05, frequencies: int = 0, samples: int = 128) -> Method:
     """Normalize amplitudes of images and perturb weights in the local work of ``base``.
 
-    Args:
-        alpha: Distance of the perturbed weights at which the gradient is computed; 0: none.
-        frequencies: Number of low frequencies in each direction with normalized amplitudes; 0: only the mean
-            brightness.
-        samples: Maximum number of a client's images in the first round for measuring the mean amplitudes.
-
+    ``alpha``: distance of the perturbed weights at which the gradient is computed; 0: none. ``frequencies``: number of
+    low frequencies in each direction with normalized amplitudes; 0: only the mean brightness. ``samples``: maximum
+    number of a client's images in the first round for measuring the mean amplitudes.
     """
     require(0 <= alpha < float("inf"), f"alpha={alpha:g}: give a finite distance, 0 (no perturbation) or more")
     require(frequencies >= 0, f"frequencies={frequencies}: give 0 (only brightness) or more")

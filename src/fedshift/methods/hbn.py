@@ -5,13 +5,11 @@ and variance are (1 - a) global + a batch, a = sigmoid(factor) by channel; facto
 each client loads the server's factors only before its first round and keeps its own afterwards. Before local work,
 client k runs the received model once in training mode, and sends the mixed mean m_k and variance v_k of each layer with
 the number n_k of distinct samples. The server computes M = sum n_k m_k / N and V = sum n_k (v_k + (m_k - M)^2) / (N -
-1), N = sum n_k, and moves the global statistics toward them by the fraction ``momentum``.
-
-Evaluation uses M and V, which the authors measure in an additional exchange after the round. Here they are measured in
-the round, on the model before it, and lag by one round.
+1), N = sum n_k, and moves the global statistics toward them by the fraction ``momentum``. Evaluation uses M and V,
+which the authors measure in an exchange after the round, and here lag by one round.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import partial
 
 import torch
@@ -19,18 +17,17 @@ from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
 from ..utils.errors import require
-from ..utils.state import State
 
 KINDS = ("mean", "var")
 GROUPS = ("global", "running")
+GROUPS = ("global", "running")
 
 
-@dataclass(frozen=True)
 class Measurement(Rule):
     """Statistics that clients measure before local work, and the server pools.
 

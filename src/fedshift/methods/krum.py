@@ -5,8 +5,6 @@ n - f - 2 nearest neighbors, for f faulty clients among n; the smallest score is
 entries.
 """
 
-from dataclasses import dataclass
-
 from ..core.means import squared_distances, weighted_mean
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -14,7 +12,6 @@ from ..utils.errors import UsageError
 from .median import ROBUST
 
 
-@dataclass(frozen=True)
 class Krum(Rule):
     """The mean of the ``num_selected`` uploads with the lowest score, tolerating ``num_malicious`` arbitrary clients.
 

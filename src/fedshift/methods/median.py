@@ -4,8 +4,6 @@ Yin et al. 2018, arXiv:1803.01498, option I. Clients count equally. The median o
 middle two.
 """
 
-from dataclasses import dataclass
-
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -13,7 +11,6 @@ from ..core.rule import Folded, Rule, Server
 ROBUST = "robust aggregation protects, and one faulty client could corrupt the rest"
 
 
-@dataclass(frozen=True)
 class Median(Rule):
     """The coordinate-wise median."""
 

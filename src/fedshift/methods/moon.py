@@ -3,23 +3,18 @@
 Li, He and Song 2021, arXiv:2103.16257; formulas from the authors' public code (QinbinLi/MOON). Let z, z_glob and z_prev
 be the features of a sample under the trained model, the server's model and the client's model after its previous round.
 The loss includes the mean over the batch of mu * -log(exp(cos(z, z_glob) / tau) / (exp(cos(z, z_glob) / tau) +
-exp(cos(z, z_prev) / tau))). As in that code, the two other models run in evaluation mode, without dropout and with
-their unchanged running statistics. Features are the input of the network's last layer, or of a named layer. A client's
-previous model is at first the initial one, so that the first round equals FedAvg's if all clients take part in it.
+exp(cos(z, z_prev) / tau))). As in that code, the two other models run in evaluation mode. A client's previous model is
+at first the initial one, so that the first round equals FedAvg's if all clients take part in it.
 """
-
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Rule, Step
+from ..core.rule import Client, Declared, Network, Rule, State, Step
 from ..utils.errors import require
-from ..utils.state import State
 
 
-@dataclass(frozen=True)
 class PreviousModel(Rule):
     """The model-contrastive loss of strength ``mu`` at temperature ``tau``; clients keep their previous model."""
 
@@ -43,13 +38,9 @@ class PreviousModel(Rule):
 
 @method
 def moon(base: Method, *, mu: float = 1.0, tau: float = 0.5, features: str = "last") -> Method:
-    """Add the model-contrastive loss to ``base``; needs clients that keep state.
+    """Add the model-contrastive loss of strength ``mu`` at temperature ``tau`` to ``base``; needs clients with state.
 
-    Args:
-        mu: Strength of the loss.
-        tau: Temperature of the similarities.
-        features: Layer of the network whose inputs are compared; ``last``: the classifier.
-
+    ``features``: layer of the network whose inputs are compared; ``last``: the classifier.
     """
     require(mu >= 0, f"mu={mu:g} is negative; it must be 0 (FedAvg) or more")
     require(tau > 0, f"tau={tau:g}: give a temperature above 0")

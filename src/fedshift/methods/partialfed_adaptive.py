@@ -7,20 +7,19 @@ round starts from the more probable choice; a tie loads. Running statistics are 
 normalizes by the batch and does not depend on them. All entries are sent, so that the server holds a complete model.
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 
 import torch
 from torch import Tensor
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Network, Phase, Rule, Step
+from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
 from ..utils.errors import require
-from ..utils.state import State, add_prefix, entries_under, pick
+from ..utils.state import add_prefix, entries_under, pick
 
 
-@dataclass(frozen=True)
 class Gates(Rule):
     """Two logits per layer, ``[load, keep]``; ``tau``: temperature, ``lr_scale``: relative learning rate."""
 

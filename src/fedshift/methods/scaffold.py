@@ -1,19 +1,18 @@
 """SCAFFOLD: control variates correct local steps for the client's drift from the federation's direction.
 
-Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1 with option II: a local step follows g - c_i + c; afterwards
-c_i+ = c_i - c + (x - y_i) / (K * lr), and the server updates x + eta_g sum_i w_i (y_i - x) and c + sum_i p_i (c_i+ -
-c_i). Algorithm 1 counts clients equally, which is ``weighting="uniform"``: p_i = 1/N for all N clients. Otherwise p_i
-is client i's share of all training samples, so that c = sum_i p_i c_i is the gradient of the objective sum_i p_i f_i
-that averaging by samples minimizes, independent of participation. The formula for c_i+ computes the mean gradient from
-the path, which requires plain SGD. It applies to the entries that the client loads: an entry kept on the client has no
-common direction.
+Karimireddy et al. 2020, arXiv:1910.06378, Algorithm 1 with option II: a local step follows g - c_i + c; afterwards c_i+
+= c_i - c + (x - y_i) / (K * lr), and the server updates x + eta_g sum_i w_i (y_i - x) and c + sum_i p_i (c_i+ - c_i).
+Algorithm 1 counts clients equally, which is ``weighting="uniform"``: p_i = 1/N for all N clients. Otherwise p_i is
+client i's share of all training samples, so that c = sum_i p_i c_i is the gradient of the objective sum_i p_i f_i that
+averaging by samples minimizes, independent of participation. c_i+ is the mean gradient only under plain SGD. An entry
+kept on the client has no common direction and no correction.
 """
 
 import torch
 
 from ..core.method import Method, method
-from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, Step
-from ..utils.state import State, pick
+from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
+from ..utils.state import pick
 from .fedavgm import Momentum
 
 

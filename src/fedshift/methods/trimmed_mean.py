@@ -3,8 +3,6 @@
 Yin et al. 2018, arXiv:1803.01498, option II. Clients count equally.
 """
 
-from dataclasses import dataclass
-
 from ..core.means import compute_trimmed_mean
 from ..core.method import Method, method
 from ..core.rule import Folded, Rule, Server
@@ -12,7 +10,6 @@ from ..utils.errors import require
 from .median import ROBUST
 
 
-@dataclass(frozen=True)
 class TrimmedMean(Rule):
     """The mean of each coordinate without its ``trim`` largest and ``trim`` smallest values."""
 
