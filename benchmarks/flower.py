@@ -78,7 +78,7 @@ WORKS = {
 
 
 @dataclass
-class Seen:
+class SamplesBeforeWork:
     """What a run did, by round: ``ends`` (seconds), ``down`` and ``up`` as it says, ``wire`` (bytes both ways, so far);
     and ``peaks``, bytes by program."""
 
@@ -150,9 +150,11 @@ def memory_of(pid: int) -> dict[str, int]:
     return found
 
 
-def watch(process: subprocess.Popen[bytes], folder: Path, rounds: int, proxy: Proxy | None, log: Path) -> Seen:
+def watch(
+    process: subprocess.Popen[bytes], folder: Path, rounds: int, proxy: Proxy | None, log: Path
+) -> SamplesBeforeWork:
     """Follow a run in ``folder`` until its last round is written; raises where it ends before, or a round does not."""
-    seen, until = Seen(), time.monotonic() + PATIENCE
+    seen, until = SamplesBeforeWork(), time.monotonic() + PATIENCE
     while len(seen.ends) < rounds:
         ended = process.poll() is not None or time.monotonic() > until
         for path in folder.glob("trials/*/rounds.jsonl"):
@@ -186,7 +188,7 @@ def started(words: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]
             process.wait()
 
 
-def alone(work: Work, rounds: int) -> Seen:
+def alone(work: Work, rounds: int) -> SamplesBeforeWork:
     """The experiment of one site in one process."""
     with tempfile.TemporaryDirectory() as place:
         folder, settings = Path(place, "run"), Path(place, "settings.toml")
@@ -196,7 +198,9 @@ def alone(work: Work, rounds: int) -> Seen:
             return watch(process, folder, rounds, None, log)
 
 
-def across(work: Work, sites: int, rounds: int, *, poll: float | None = None, order: str | None = None) -> Seen:
+def across(
+    work: Work, sites: int, rounds: int, *, poll: float | None = None, order: str | None = None
+) -> SamplesBeforeWork:
     """The same behind Flower, with real sites, or (``order``) a crowd that sends uploads forward or backward."""
     with tempfile.TemporaryDirectory() as place, ExitStack() as stack:
         folder, settings, port = Path(place, "run"), Path(place, "settings.toml"), free_port()

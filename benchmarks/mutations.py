@@ -240,7 +240,7 @@ ENGINES = (
           "tests/laws/test_networks.py"),
     Fault("overridden-parameters-trained", "core/checks.py", "_list_unsupported_entries",
           "!= {*map(id, parameters.values())}", "== set()", "tests/laws/test_networks.py"),
-    Fault("features-of-limited-weights", "engines/frozen.py", "_is_sound", " and _agrees(backbone, far, x)", "",
+    Fault("features-of-limited-weights", "engines/frozen.py", "_is_sound", "(plan.initial, far)", "(plan.initial,)",
           "tests/engines/test_frozen.py"),
     Fault("features-of-draws", "engines/frozen.py", "_agrees", "not draws and ", "", "tests/engines/test_frozen.py"),
     Fault("hidden-buffers-not-exported", "utils/state.py", "load_entries", "*network.named_buffers()", "",

@@ -41,7 +41,7 @@ from .rule import HOOKS, Declared, Folded, Rule, Server, View
 from .schedule import CONSTANT
 from .selection import norm_statistics
 from .server_round import server_round
-from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
+from .states import ClientState, LocalTrainingState, SamplesBeforeWork, ServerState, Update
 from .step import client_step_
 
 CLIENTS, ROUNDS = 2, 2
@@ -257,9 +257,11 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
     return client_final(plan, job)
 
 
-def _see(plan: Plan, x: Tensor, y: Tensor) -> Seen | None:
+def _see(plan: Plan, x: Tensor, y: Tensor) -> SamplesBeforeWork | None:
     count, targets = plan.samples_before_work, y if any(bound.targets for bound in plan.rules) else y[:0]
-    return Seen(targets, x[:count], y[:count], x.new_ones((), dtype=torch.int64)) if plan.defines("start") else None
+    if not plan.defines("start"):
+        return None
+    return SamplesBeforeWork(targets, x[:count], y[:count], x.new_ones((), dtype=torch.int64))
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from .buffers import fit_spectral_norms
 from .checks import check_sends
 from .plan import Plan
 from .rule import Client
-from .states import ClientState, LocalTrainingState, Seen, ServerState, Update
+from .states import ClientState, LocalTrainingState, SamplesBeforeWork, ServerState, Update
 
 
 def init_server(plan: Plan) -> ServerState:
@@ -73,7 +73,7 @@ def global_state(plan: Plan, server: ServerState) -> State | None:
 
 
 def client_init(
-    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: SamplesBeforeWork | None = None
 ) -> LocalTrainingState:
     """Start ``planned_steps`` local steps of a client from the shared and the personal entries.
 
@@ -84,7 +84,7 @@ def client_init(
 
 
 def load_state(
-    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: Seen | None = None
+    plan: Plan, client: ClientState, server: ServerState, planned_steps: int = 0, seen: SamplesBeforeWork | None = None
 ) -> LocalTrainingState:
     """Return the job of :func:`client_init` without copying tensors of server and client: copy before a step."""
     job = replace(_assemble(plan, client, server), planned_steps=planned_steps, lr=plan.find_lr(server.round))

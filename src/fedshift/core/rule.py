@@ -35,7 +35,7 @@ from .declarations import Send as Send
 from .means import weighted_mean
 from .network import Loss, compute_features, forward
 from .network import Network as Network
-from .states import LocalTrainingState, Seen, ServerState, Update
+from .states import LocalTrainingState, SamplesBeforeWork, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
 """The hooks that act; :meth:`Rule.bind` declares."""
@@ -333,7 +333,7 @@ class Client(View):
 
     def __init__(
         self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State,
-        seen: Seen | None = None, loss: Loss = nn.functional.cross_entropy,
+        seen: SamplesBeforeWork | None = None, loss: Loss = nn.functional.cross_entropy,
     ) -> None:  # fmt: skip
         super().__init__(network, bound, index, job, state)
         self.round, self.steps, self._seen, self._loss = job.round, job.done - job.start, seen, loss
@@ -368,12 +368,12 @@ class Client(View):
     def _model(self) -> State:
         return {name: self._state[name] for name in self._network.initial}
 
-    def _first(self, what: str) -> Seen:
+    def _first(self, what: str) -> SamplesBeforeWork:
         count = self.bound.samples_before_work
         seen = self._see(count, what, "samples_before_work=samples")
         return seen._replace(x=seen.x[:count], y=seen.y[:count])
 
-    def _see(self, declared: object, what: str, declaration: str) -> Seen:
+    def _see(self, declared: object, what: str, declaration: str) -> SamplesBeforeWork:
         if not declared:
             raise _refuse(self.bound, what, declaration)
         if self._seen is None:

@@ -66,7 +66,7 @@ class Update:
     steps: int
 
 
-class Seen(NamedTuple):
+class SamplesBeforeWork(NamedTuple):
     """The samples that rules see before local work; empty if no rule reads them.
 
     ``targets``: targets of all training samples, ``[N, ...]``. ``x [B, ...]`` and ``y [B, ...]``: the round's first

@@ -80,9 +80,8 @@ def choose_engine(
     total = one * batch * steps * clients * rounds if _is_on_cpu(data) else inf  # small work gains most elsewhere
     needs = f"{one / 1e6:.3g} MFLOP per sample, {nbytes(pick(plan.initial, plan.trained)) / 1e6:.3g} MB of parameters"
     if total < LITTLE and not separate_uploads and Identity.refusal(plan, data) is None:
-        return EngineChoice(
-            engine="identity", reason="each client does one plain step, so a round is one step on all batches"
-        )
+        only = "each client does one plain step, so a round is one step on all batches"
+        return EngineChoice(engine="identity", reason=only)
     if total < LITTLE:
         few = f"{needs}: {total / 1e9:.3g} GFLOP in total are too few to gain from more"
         return EngineChoice(engine="sequential", threads=1, reason=few)
@@ -92,7 +91,7 @@ def choose_engine(
     if refused := Stacked.refusal(plan, data) if _may_stack(plan, data) else None:  # the cached network may differ
         seconds = {name: value for name, value in seconds.items() if not name.startswith("stacked")}
     ranking = sorted(seconds, key=seconds.__getitem__)
-    times = ", ".join(f"{name} {_format_time(seconds[name])}" for name in ranking)
+    times = ", ".join(f"{name} {seconds[name]:.1f} s" for name in ranking)
     why = f"{needs}; predicted training time from timed steps: {times}"
     return EngineChoice(
         engine=ranking[0].removesuffix(ALONE),

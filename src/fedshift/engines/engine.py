@@ -10,8 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
-from itertools import starmap
+from itertools import repeat
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,7 +22,7 @@ from ..core.kernel import broadcast, client_init
 from ..core.means import SummedUploads
 from ..core.network import forward
 from ..core.plan import Plan
-from ..core.states import ClientState, Seen, ServerState, Update
+from ..core.states import ClientState, SamplesBeforeWork, ServerState, Update
 from ..core.work import Bounds, iterate_batches
 from ..data.augmentation import Augmentation, augment_masks
 from ..data.samples import Samples
@@ -191,26 +190,25 @@ class Engine(ABC):
     def iterate(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
         """Yield the inputs ``[B, ...]``, targets ``[B, ...]`` and key of each step."""
         keys = self.step_keys(name, [step for step, _ in batches])
-        moved = move_batches(batches, keys.device)
+        batches = move_batches(batches, keys.device)
         ahead = self.data[name].threaded and len(batches) > 1
-        loaded = self._load_ahead(name, moved) if ahead else starmap(partial(self.load_batch, name), moved)
-        for key in keys.unbind():
+        stored = self._read_ahead(name, batches) if ahead else repeat(None)
+        for key, batch in zip(keys.unbind(), batches, strict=True):
             with timed_section("data"):
-                x, y = next(loaded)
+                x, y = self.load_batch(name, *batch, next(stored))
             yield x, y, key
 
-    def _load_ahead(self, name: str, batches: Batches) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield the inputs and targets of each batch, whose samples a thread reads while the batch before is used."""
-        data, calls = self.data[name], iter([(index, (self.seed, name, step)) for step, index in batches])
+    def _read_ahead(self, name: str, batches: Batches) -> Iterator[Tensor]:
+        """Yield the stored samples of each batch, which a thread reads while the batch before is used."""
+        read, calls = self.data[name].read, [(index, (self.seed, name, step)) for step, index in batches]
         with ThreadPoolExecutor(1) as thread:
-            pending = thread.submit(data.read, *next(calls))
-            for batch in batches:
-                stored = pending.result()
-                if call := next(calls, None):
-                    pending = thread.submit(data.read, *call)
-                yield self.load_batch(name, *batch, stored)
+            pending = thread.submit(read, *calls[0])
+            for call in calls[1:]:
+                stored, pending = pending.result(), thread.submit(read, *call)
+                yield stored
+            yield pending.result()
 
-    def see(self, name: str, batches: Batches) -> Seen | None:
+    def see(self, name: str, batches: Batches) -> SamplesBeforeWork | None:
         """Return the samples for :meth:`Rule.start` before the client's local work; None if no rule defines it.
 
         The first distinct samples of the round, augmented like the samples of its first step.
@@ -222,7 +220,7 @@ class Engine(ABC):
         _, first = np.unique(order.cpu().numpy(), return_index=True)
         x, y = self.load_batch(name, step, order[torch.from_numpy(np.sort(first))[: max(1, count)]])
         targets = data.targets() if any(bound.targets for bound in self.plan.rules) else y[:0]
-        return Seen(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
+        return SamplesBeforeWork(targets, x[:count], y[:count], self.step_keys(name, [step])[0])
 
     def draw_keys(self, steps: Mapping[str, Sequence[int]], device: torch.device) -> Tensor:
         """Return the keys of the random draws of clients' ``steps``, int64 ``[K, S]`` on ``device``.

@@ -12,7 +12,7 @@ The first part is removed from the forward pass, not from the state: entries, na
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -48,23 +48,17 @@ FITTING = ("skip", "average")
 
 
 class Head(nn.Module):
-    """The last part of ``whole``, with all its entries: the module ``name``, or its children from ``first`` on."""
+    """The end of the network ``whole``, with all its entries: the modules ``last``, which run one after another."""
 
-    def __init__(self, whole: nn.Module, name: str, first: int) -> None:
+    def __init__(self, whole: nn.Module, last: Sequence[nn.Module]) -> None:
         super().__init__()
         for held in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             self.__dict__[held] = whole.__dict__[held]
-        self.name, self.first = name, first
-
-    @property
-    def modules_in_order(self) -> list[nn.Module]:
-        """The modules that run one after another; the first one's input are the features."""
-        cut = self.get_submodule(self.name)
-        return list(cut.children())[self.first :] if self.first else [cut]
+        self.last = list(last)
 
     def forward(self, x: Tensor) -> Any:
         """Return the network's outputs for features ``x [B, ...]``."""
-        for module in self.modules_in_order:
+        for module in self.last:
             x = module(x)
         return x
 
@@ -84,8 +78,8 @@ class Backbone:
         """Return ``split`` with features in place of samples, from memory if an earlier trial has extracted them."""
         key = self.key, split.address, split.normalization.stamp, torch.get_num_threads()
         if key not in _KEPT:
-            pieces = (slice(start, start + CHUNK) for start in range(0, max(1, len(split)), CHUNK))
-            features = [self.run(split.inputs(piece, self.plan.dtype)) for piece in pieces if len(split)]
+            chunks = [slice(start, start + CHUNK) for start in range(0, len(split), CHUNK)]
+            features = [self.run(split.inputs(chunk, self.plan.dtype)) for chunk in chunks]
             _KEPT[key] = split, torch.cat(features) if features else torch.empty(0)  # no others get the address
         _KEPT.move_to_end(key)
         x = _KEPT[key][1]
@@ -95,7 +89,25 @@ class Backbone:
 
     def run(self, x: Tensor) -> Tensor:
         """Return the features of inputs ``x [B, ...]``."""
-        return _reach(self, self.plan.initial, x, training=False)[0]
+        return self.compare(self.plan.initial, x)[0]
+
+    def compare(self, state: State, x: Tensor, *, training: bool = False) -> tuple[Tensor, Tensor]:
+        """Return the features of ``x [B, ...]``, and the outputs, in a pass of the whole network under ``state``.
+
+        Raises :class:`UsageError` if the head is not called once with one tensor.
+        """
+        assert isinstance(self.head.module, Head)
+        inputs = list[Tensor | None]()
+
+        def note(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
+            single = len(arguments) == 1 and not options and isinstance(arguments[0], Tensor)
+            inputs.append(arguments[0].clone() if single else None)
+
+        with self.head.module.last[0].register_forward_pre_hook(note, with_kwargs=True):
+            outputs = forward(self.plan, clone(state), x, training=training, frozen=self.plan.freeze_from == 0)
+        if len(inputs) != 1 or inputs[0] is None:
+            raise UsageError("the head of the network is not called once, with one tensor")
+        return inputs[0], outputs
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -134,51 +146,44 @@ def find_backbone(plan: Plan, splits: Iterable[Samples], augment: Augmentation |
     the first of its modules that trains, where what follows the cut gives the outputs.
     """
     splits = [split for split in splits if len(split)]
-    changing = frozenset(plan.initial) - plan.entries_fixed_in(0)
+    fixed = plan.entries_fixed_in(0)
     inputs_change = augment is not None or any(split.draws or not split.repeats for split in splits)
     rules_read = plan.feature_layers or any(map(plan.defines, ("batch", "start", "loss")))
-    acts = plan.overrides_mode or plan.autocast or changing == frozenset(plan.initial)
-    if not splits or inputs_change or rules_read or acts:
+    if not splits or not fixed or inputs_change or rules_read or plan.overrides_mode or plan.autocast:
         return None
+    owners = {entry.owner for entry in plan.entries if entry.name not in fixed}
     x = splits[0].inputs(slice(0, 3), plan.dtype)
     x = x if len(x) > 1 else torch.cat([x, x])  # one sample has no variance
-    cuts = (replace(plan, module=Head(plan.module, *cut)) for cut in _list_cuts(plan, changing))
-    backbone = next((cut for cut in (Backbone(plan=plan, head=head) for head in cuts) if _is_sound(cut, x)), None)
+    heads = (replace(plan, module=Head(plan.module, last)) for last in _list_ends(plan.module, owners))
+    backbone = next((cut for cut in (Backbone(plan=plan, head=head) for head in heads) if _is_sound(cut, x)), None)
     if backbone is None or max(map(len, splits)) * (features := backbone.run(x))[0].nbytes > SPLIT_LIMIT:
         return None
-    fixed = [(name, _to_bytes(plan.initial[name])) for name in sorted(plan.entries_fixed_in(0))]
-    key = str(backbone.head.module), hash(tuple(fixed)), _to_bytes(features), plan.dtype
-    return replace(backbone, key=key)
+    entries = tuple((name, _to_bytes(plan.initial[name])) for name in sorted(fixed))
+    return replace(backbone, key=(str(backbone.head.module), hash(entries), _to_bytes(features), plan.dtype))
 
 
 def _to_bytes(tensor: Tensor) -> bytes:
     return tensor.reshape(-1).view(torch.uint8).cpu().numpy().tobytes()
 
 
-def _list_cuts(plan: Plan, changing: frozenset[str]) -> Iterator[tuple[str, int]]:
-    """Yield the places to cut, as :class:`Head` takes them, from the last one to the first.
+def _list_ends(module: nn.Module, owners: Collection[nn.Module]) -> Iterator[list[nn.Module]]:
+    """Yield the modules after a cut, from the last cut to the first.
 
-    ``changing``: the entries that are not fixed; before a cut there are none, and no layers that draw or see a batch.
+    Before a cut there are no ``owners`` of entries that change, and no layers that draw or see a batch.
     """
-    owners = {entry.owner for entry in plan.entries if entry.name in changing}
-    after = [
-        tuple(name.split(".")) if name else ()
-        for name, module in plan.module.named_modules()
-        if module in owners
-        or isinstance(module, Keyed)
-        or (isinstance(module, _BatchNorm) and module.running_mean is None)
-    ]
-    levels = enumerate(zip(*after, strict=False))
-    most = next((depth for depth, names in levels if len(set(names)) > 1), min(map(len, after)))
-    for path in (after[0][:depth] for depth in range(most, -1, -1)):
-        name = ".".join(path)
-        module = plan.module.get_submodule(name)
-        children = [(*path, child) for child, _ in module.named_children()]
-        first = next((at for at, child in enumerate(children) if child in {other[: len(child)] for other in after}), 0)
-        if type(module) is nn.Sequential and first:
-            yield name, first
-        if name:
-            yield name, 0
+
+    def changes(layer: nn.Module) -> bool:
+        sees_batch = isinstance(layer, _BatchNorm) and layer.running_mean is None
+        return layer in owners or isinstance(layer, Keyed) or sees_batch
+
+    children = list(module.children())
+    changing = [place for place, child in enumerate(children) if any(map(changes, child.modules()))]
+    if len(changing) == 1 and not changes(module):
+        child = children[changing[0]]
+        yield from _list_ends(child, owners)
+        yield [child]
+    if type(module) is nn.Sequential and changing and changing[0]:
+        yield children[changing[0] :]
 
 
 def _is_sound(backbone: Backbone, x: Tensor) -> bool:
@@ -189,36 +194,20 @@ def _is_sound(backbone: Backbone, x: Tensor) -> bool:
     plan = backbone.plan
     far = {name: FAR * tensor if name in plan.trained else tensor for name, tensor in plan.initial.items()}
     try:
-        return _agrees(backbone, plan.initial, x) and _agrees(backbone, far, x)
+        return all(_agrees(backbone, state, x) for state in (plan.initial, far))
     except UsageError:  # what is cut has another input or output than one tensor
         return False
 
 
 def _agrees(backbone: Backbone, state: State, x: Tensor) -> bool:
-    plan, head = backbone.plan, backbone.head
-    features, outputs = _reach(backbone, state, x, training=False)
+    features, outputs = backbone.compare(state, x)
     before = peek_generators()
-    same, trained = _reach(backbone, state, x, training=True)
+    same, trained = backbone.compare(state, x, training=True)
     draws = peek_generators() != before
-    alone, _ = _reach(backbone, state, x[:1], training=False)
-    frozen = plan.freeze_from == 0
-    shorter = [forward(head, clone(state), features, training=training, frozen=frozen) for training in (False, True)]
-    equal = torch.equal(features, same) and torch.equal(outputs, shorter[0]) and torch.equal(trained, shorter[1])
+    alone, _ = backbone.compare(state, x[:1])
+    frozen = backbone.plan.freeze_from == 0
+    shorter, shorter_trained = (
+        forward(backbone.head, clone(state), features, training=training, frozen=frozen) for training in (False, True)
+    )
+    equal = torch.equal(features, same) and torch.equal(outputs, shorter) and torch.equal(trained, shorter_trained)
     return equal and not draws and torch.allclose(alone, features[:1], rtol=1e-4, atol=1e-5)
-
-
-def _reach(backbone: Backbone, state: State, x: Tensor, *, training: bool) -> tuple[Tensor, Tensor]:
-    """Return what the head is given in a pass of the whole network, and the outputs."""
-    plan, head, inputs = backbone.plan, backbone.head.module, list[Tensor]()
-    assert isinstance(head, Head)
-
-    def note(_: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]) -> None:
-        if inputs or options or len(arguments) != 1 or not isinstance(arguments[0], Tensor):
-            raise UsageError(f"{head.name!r} is called more than once, or with another input than one tensor")
-        inputs.append(arguments[0].clone())
-
-    with head.modules_in_order[0].register_forward_pre_hook(note, with_kwargs=True):
-        outputs = forward(plan, clone(state), x, training=training, frozen=plan.freeze_from == 0)
-    if not inputs:
-        raise UsageError(f"{head.name!r} is not called")
-    return inputs[0], outputs

@@ -6,7 +6,6 @@ taken in float16 and in float32, which differ in nothing else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from math import inf
@@ -38,16 +37,13 @@ def advise(plan: Plan, step: Step) -> str:
 def _find_overflow(plan: Plan, step: Step) -> str:
     """Return the first values of ``step`` beyond the range, as a clause; ``""``: there are none."""
     low, exact = (_measure_layers(each, *step) for each in (plan, replace(plan, precision="float32")))
-    for name, (_, output) in low.items():
-        if output == inf:
-            place, (largest_input, largest_output) = f"layer {name!r}" if name else "the network", exact[name]
-            if LARGEST < largest_input < inf:
-                return f"inputs of {place} reach {largest_input:.2g},"
-            return f"outputs of {place} reach {largest_output:.2g}," if LARGEST < largest_output < inf else ""
-    for name, one, other in _compare_gradients(plan, step):
-        if one == inf > other:
-            return f"the gradient of {name} is"
-    return ""
+    name = next((name for name, (_, output) in low.items() if output == inf), None)
+    if name is None:
+        return ""
+    place = f"layer {name!r}" if name else "the network"
+    reached = dict(zip(("inputs", "outputs"), exact[name], strict=True))
+    beyond = [f"{what} of {place} reach {most:.2g}," for what, most in reached.items() if LARGEST < most < inf]
+    return beyond[0] if beyond else ""
 
 
 def list_underflows(plan: Plan, step: Step) -> list[str]:
@@ -55,8 +51,9 @@ def list_underflows(plan: Plan, step: Step) -> list[str]:
 
     Biases are not considered: in front of BatchNorm, theirs are zero up to rounding.
     """
-    compared = _compare_gradients(plan, step)
-    return [name for name, one, other in compared if plan.initial[name].ndim > 1 and one < other / 2]
+    low, exact = (compute_gradients(each, *step)[0] for each in (plan, replace(plan, precision="float32")))
+    weights = [name for name in plan.params if plan.initial[name].ndim > 1 and name in low and name in exact]
+    return [name for name in weights if low[name].double().norm() < exact[name].double().norm() / 2]
 
 
 def _measure_layers(
@@ -79,11 +76,3 @@ def _find_largest(values: Any) -> float:
     if not isinstance(values, Tensor) or not values.numel():
         return 0.0
     return float(values.detach().float().abs().nan_to_num(inf, inf).max())
-
-
-def _compare_gradients(plan: Plan, step: Step) -> Iterator[tuple[str, float, float]]:
-    """Yield each trained parameter with the norms of its gradients in float16 and in float32; infinite: not finite."""
-    low, exact = (compute_gradients(each, *step)[0] for each in (plan, replace(plan, precision="float32")))
-    for name in (name for name in plan.params if name in low and name in exact):
-        one, other = (float(grads[name].double().norm().nan_to_num(inf, inf)) for grads in (low, exact))
-        yield name, one, other

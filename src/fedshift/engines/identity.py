@@ -29,7 +29,7 @@ from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
 from ..utils.state import State, clone, move_together, nbytes, pick
-from .engine import ClientResult, Data, Diverged, Engine, find_broken, find_exchange, move_batches
+from .engine import ClientResult, Data, Engine, find_broken, find_exchange, move_batches
 from .sequential import Sequential
 
 TRIED = 4
@@ -63,11 +63,9 @@ class Identity(Engine):
         raw = [plan.method.weigh(samples=len(self.data[name]), used=len(labels)) for name, labels in labeled]
         shared, losses = _take_step(plan, server, together, y, torch.tensor(raw, dtype=torch.float64) / sum(raw))
         per_client = losses.double().cpu()
-        if broken := find_broken(per_client, pick(shared, shared.keys() - plan.whole)):
-            sequential = Sequential(plan, self.data, self.seed, augment=self.augment)
-            for name, client in clients.items():
-                sequential.train_client(server, name, client)  # raises, naming the client
-            raise Diverged(f"training diverged: round {server.round + 1}: {broken[1]}. Lower the learning rate")
+        if find_broken(per_client, pick(shared, shared.keys() - plan.whole)):
+            yield from Sequential(plan, self.data, self.seed, augment=self.augment).train(server, clients)
+            return  # unless a client has diverged, which is raised with its name
         summed = None
         if not self.separate_uploads:
             averaged, shared = pick(shared, shared.keys() - plan.whole), pick(shared, plan.whole)
