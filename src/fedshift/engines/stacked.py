@@ -85,7 +85,8 @@ class _Lane(NamedTuple):
     def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
         batches, plan = engine.draw_batches(name, client), engine.plan
         before, after = (
-            [engine.draw_batches(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
+            [engine.draw_batches(name, client, each) for _, each in phases]
+            for phases in (plan.phases["before"], plan.phases["after"])
         )
         return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 
@@ -134,16 +135,16 @@ class Stacked(Engine):
     ) -> list[tuple[str, ClientResult]]:
         job, stack = self._load(server, lanes)
         updates = defer(stack[0], deferred, sum(lanes[0].sizes))
-        for number, phase in enumerate(self.plan.before):
+        for number, phase in enumerate(self.plan.phases["before"]):
             stack, _ = self._take_steps(
                 lanes, [lane.before[number] for lane in lanes], replace(job, separate_phase=phase), stack
             )
-        if self.plan.before:
+        if self.plan.phases["before"]:
             stack = self._restart(job, stack)
         stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack, updates)
         means = {name: each.mean().expand(len(lanes), *each.w_OI.shape) for name, each in updates.items()}
         stack = {**stack[0], **means}, *stack[1:]
-        for number, phase in enumerate(self.plan.after):
+        for number, phase in enumerate(self.plan.phases["after"]):
             turns = [lane.after[number] for lane in lanes]
             stack, _ = self._take_steps(lanes, turns, replace(job, separate_phase=phase), stack)
         losses_KS = losses_KS.cpu()
