@@ -33,7 +33,7 @@ from ..core.kernel import (
     personal_entries,
     restart,
 )
-from ..core.means import StreamingMean, SummedUploads
+from ..core.means import StreamingMean
 from ..core.optimizer import SGD, TorchOptimizer
 from ..core.plan import Plan
 from ..core.probe import find_difference
@@ -85,8 +85,7 @@ class _Lane(NamedTuple):
     def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
         batches, plan = engine.draw_batches(name, client), engine.plan
         before, after = (
-            [engine.draw_batches(name, client, each) for _, each in phases]
-            for phases in (plan.phases["before"], plan.phases["after"])
+            [engine.draw_batches(name, client, phase) for _, phase in plan.phases[when]] for when in ("before", "after")
         )
         return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 
@@ -244,11 +243,9 @@ class Stacked(Engine):
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
         samples = [sum(lane.sizes) for lane in lanes]
-        whole, mean = pick(sent, plan.whole), StreamingMean()
-        averaged = pick(sent, sent.keys() - plan.whole)
+        whole, summed = pick(sent, plan.whole), StreamingMean()
         with timed_section("aggregation"):
-            mean.add_stacked(averaged, list(map(self._weigh, lanes)))
-        summed = SummedUploads(mean=mean, nbytes=nbytes(averaged) // len(lanes))
+            summed.add_stacked(pick(sent, sent.keys() - plan.whole), list(map(self._weigh, lanes)))
         memory: tuple[State, ...] = ({},) * len(job.memory)
         personal, shared = (_list_lanes(state, len(lanes)) for state in (pick(entries, plan.personal), whole))
         kept = _list_lanes(optimizer if plan.optimizer.keep else {}, len(lanes))
