@@ -9,7 +9,7 @@ from torch import nn
 from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery, prepare
-from fedshift.core.step import client_step, compute_gradients
+from fedshift.core.step import client_step_, compute_gradients
 from fedshift.core.work import Work
 from fedshift.methods.agc import agc
 from fedshift.methods.fedavg import fedavg
@@ -103,7 +103,7 @@ def test_clipping_comes_before_momentum_and_weight_decay(nesterov):
     job = client_init(plan, init_client(plan), init_server(plan))
     sgd = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9, weight_decay=0.01, nesterov=nesterov)
     for number in range(4):
-        job, _ = client_step(plan, job, *batch(number), KEY)
+        job, _ = client_step_(plan, job, *batch(number), KEY)
         autograd(model, number)
         for parameter in model.parameters():
             parameter.grad, _ = equation_4(parameter.grad, parameter, CLIP)
@@ -144,7 +144,7 @@ def test_parameters_that_start_at_zero_hardly_move_and_are_named():
     plan = prepare(fedwon(), bare().double(), optimizer=SGD(lr=0.1))
     job = client_init(plan, init_client(plan), init_server(plan))
     for _ in range(10):
-        job, _ = client_step(plan, job, x, y, KEY)
+        job, _ = client_step_(plan, job, x, y, KEY)
     assert 0 < job.params["0.bias"].norm() <= 10 * 0.1 * 0.64 * 1e-3
     assert (job.params["2.bias"] - plan.initial["2.bias"]).norm() > 10 * job.params["0.bias"].norm()
 

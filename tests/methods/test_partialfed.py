@@ -11,7 +11,7 @@ from fedshift.core.kernel import client_final, client_init, init_client, init_se
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.server_round import server_round
-from fedshift.core.step import client_step, compute_gradients
+from fedshift.core.step import client_step_, compute_gradients
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.methods.partialfed_adaptive import partialfed_adaptive
@@ -83,7 +83,7 @@ def one_round(method, model, seeds=("a", "b")):
     for number, name in enumerate(seeds):
         job = client_init(plan, init_client(plan), server, planned_steps=2)
         for at in range(2):
-            job, _ = client_step(plan, job, *batch(10 * number + at), torch.tensor(at))
+            job, _ = client_step_(plan, job, *batch(10 * number + at), torch.tensor(at))
         clients[name], updates[name] = client_final(plan, job)
     return plan, server_round(plan, server, updates, dict.fromkeys("ab", 1)), clients["a"], updates["a"]
 

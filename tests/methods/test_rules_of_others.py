@@ -12,7 +12,7 @@ from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
-from fedshift.core.step import client_step
+from fedshift.core.step import client_step_
 from fedshift.core.work import Work
 from fedshift.methods.apfl import apfl
 from fedshift.methods.ditto import ditto
@@ -142,7 +142,7 @@ def test_the_shared_model_is_clipped_to_the_limit_beside_models_of_clients(base)
     for method in (base(), others.clipped(base(), limit=0.5)):
         plan = prepare(method, network, optimizer=SGD(lr=1.0))
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-        _, update = client_final(plan, client_step(plan, job, x, y, torch.tensor(0))[0])
+        _, update = client_final(plan, client_step_(plan, job, x, y, torch.tensor(0))[0])
         changes = [update.shared[name] - plan.initial[name] for name in sorted(plan.trained)]
         moved.append(float(torch.stack([change.norm() for change in changes]).norm()))
     assert moved[0] > 1
