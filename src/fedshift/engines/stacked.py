@@ -33,7 +33,7 @@ from ..core.kernel import (
     personal_entries,
     restart,
 )
-from ..core.means import StreamingMean, SummedUploads
+from ..core.means import StreamingMean
 from ..core.optimizer import SGD, TorchOptimizer
 from ..core.plan import Plan
 from ..core.probe import find_difference
@@ -85,7 +85,7 @@ class _Lane(NamedTuple):
     def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
         batches, plan = engine.draw_batches(name, client), engine.plan
         before, after = (
-            [engine.draw_batches(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
+            [engine.draw_batches(name, client, phase) for _, phase in plan.phases[when]] for when in ("before", "after")
         )
         return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 
@@ -134,16 +134,16 @@ class Stacked(Engine):
     ) -> list[tuple[str, ClientResult]]:
         job, stack = self._load(server, lanes)
         updates = defer(stack[0], deferred, sum(lanes[0].sizes))
-        for number, phase in enumerate(self.plan.before):
+        for number, phase in enumerate(self.plan.phases["before"]):
             stack, _ = self._take_steps(
                 lanes, [lane.before[number] for lane in lanes], replace(job, separate_phase=phase), stack
             )
-        if self.plan.before:
+        if self.plan.phases["before"]:
             stack = self._restart(job, stack)
         stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack, updates)
         means = {name: each.mean().expand(len(lanes), *each.w_OI.shape) for name, each in updates.items()}
         stack = {**stack[0], **means}, *stack[1:]
-        for number, phase in enumerate(self.plan.after):
+        for number, phase in enumerate(self.plan.phases["after"]):
             turns = [lane.after[number] for lane in lanes]
             stack, _ = self._take_steps(lanes, turns, replace(job, separate_phase=phase), stack)
         losses_KS = losses_KS.cpu()
@@ -252,10 +252,9 @@ class Stacked(Engine):
         plan, (params, rest, optimizer, *_) = self.plan, stack
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
-        mean, averaged = StreamingMean(), pick(sent, sent.keys() - plan.whole)
+        summed = StreamingMean()
         with timed_section("aggregation"):
-            mean.add_stacked(averaged, list(map(self._weigh, lanes)))
-        summed = SummedUploads(mean=mean, nbytes=nbytes(averaged) // len(lanes))
+            summed.add_stacked(pick(sent, sent.keys() - plan.whole), list(map(self._weigh, lanes)))
         memory: tuple[State, ...] = ({},) * len(job.memory)
         states = pick(entries, plan.personal), pick(sent, plan.whole), optimizer if plan.optimizer.keep else {}
         rows = (_list_lanes(state, len(lanes)) for state in states)
