@@ -12,7 +12,6 @@ from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.step import client_step_, compute_gradients
 from fedshift.core.work import Work
 from fedshift.methods.agc import agc
-from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedwon import fedwon
 from fedshift.utils.checked_json import read_checked
@@ -111,15 +110,6 @@ def test_clipping_comes_before_momentum_and_weight_decay(nesterov):
         sgd.step()
     for name, parameter in model.named_parameters():
         assert (job.params[name] - parameter).abs().max() <= 1e-12, name
-
-
-def test_a_personal_model_is_clipped_by_its_own_weights():
-    model = network()
-    plan = prepare(agc(ditto(lam=0.0), clip=CLIP), model, optimizer=SGD(lr=0.3))
-    clipped = compute_gradients(plan, client_init(plan, init_client(plan), init_server(plan)), *batch(0), KEY)[0]
-    assert len(clipped) == 2 * len(plan.trained)
-    for name in plan.trained:
-        assert torch.equal(clipped[f"personalmodel/{name}"], clipped[name])
 
 
 def test_it_takes_the_place_of_clipping_that_is_there():

@@ -1,6 +1,7 @@
 """Six methods as a stranger would write them, composed with ours, on every engine and across machines."""
 
 import ast
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -88,6 +89,20 @@ def test_what_it_computes_is_not_what_its_base_computes(pair):
 def test_a_misspelled_hook_is_refused():
     with pytest.raises(UsageError, match=r"Wrong.gradient\(\) is not a hook, .* did you mean gradients"):
         type("Wrong", (Rule,), {"gradient": lambda self, grads, step: grads})
+
+
+def test_annotations_of_a_rule_are_its_options_unless_it_has_an_init():
+    class Annotated(Rule):
+        strength: float = 2.0
+
+    class Written(Rule):
+        def __init__(self, strength):
+            self.strength = strength
+
+    assert Annotated(3.0) == Annotated(strength=3.0) != Annotated()
+    with pytest.raises(FrozenInstanceError):
+        Annotated().strength = 1.0
+    assert type("Derived", (Written,), {})(1.0).strength == 1.0
 
 
 @pytest.mark.parametrize("name", OTHERS)

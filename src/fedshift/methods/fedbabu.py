@@ -7,9 +7,8 @@ model is evaluated or exported, and does not affect federated training.
 
 from dataclasses import replace
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.selection import parse_selection
-from ..utils.errors import require
 
 
 @method
