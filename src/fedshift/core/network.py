@@ -114,12 +114,9 @@ class Network:
     @cached_property
     def whole(self) -> frozenset[str]:
         """Buffers without a mean (:mod:`fedshift.core.buffers`), and fixed parameters with values that have none."""
-        return frozenset(
-            entry.name
-            for entry in self.entries
-            if entry.kind in WHOLE
-            or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
-        )
+        fixed = {entry.name for entry in self.entries if not entry.is_buffer} - self.trained
+        buffers = frozenset(entry.name for entry in self.entries if entry.kind in WHOLE)
+        return buffers | {name for name in fixed if not _has_mean(self.initial[name])}
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
@@ -164,11 +161,8 @@ class Network:
     @cached_property
     def image_format(self) -> torch.memory_format:
         """Memory format of images and kernels: channels last if faster (float32 on the CPU)."""
-        if (
-            not self.traits.contiguous
-            and self.dtype == torch.float32
-            and all(tensor.device.type == "cpu" for tensor in self.initial.values())
-        ):
+        on_cpu = all(tensor.device.type == "cpu" for tensor in self.initial.values())
+        if on_cpu and self.dtype == torch.float32 and not self.traits.contiguous:
             for kind, layout in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
                 if any(isinstance(layer, kind) for layer in self.layers):
                     return layout
@@ -382,14 +376,9 @@ def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:
 
 @torch.no_grad()
 def forward(
-    network: Network,
-    state: State,
-    x: Tensor,
-    *,
-    training: bool = False,
-    frozen: bool = False,
+    network: Network, state: State, x: Tensor, *, training: bool = False, frozen: bool = False,
     key: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the model's outputs under ``state`` for inputs ``x``; in training, buffers of ``state`` are updated.
 
     ``frozen``: whether statistics are frozen. ``key``: int64 scalar that keys dropout masks; default 0.
