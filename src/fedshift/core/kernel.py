@@ -88,8 +88,8 @@ def load_state(
     if seen is not None and plan.defines("start"):
         at, memory = restart(plan, job), [*job.memory]
         for index in plan.defines("start"):
-            client_view = Client(plan, plan.rules[index], index, at, at.state, seen, plan.loss)
-            memory[index] = plan.rules[index].rule.start(client_view)
+            bound = plan.rules[index]
+            memory[index] = bound.rule.start(Client(plan, bound, index, at, at.state, seen))
         job = replace(job, memory=tuple(memory))
     job = restart(plan, job)
     return job if job.optimizer else replace(job, optimizer=plan.optimizer.init(job.params))

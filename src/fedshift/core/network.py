@@ -77,6 +77,7 @@ class Network:
         norm_replacers: Names of the components that replace normalization layers; empty: none does.
         work: Local work of a round.
         optimizer: The local optimizer.
+        loss: Computes the mean loss of a batch from outputs and labels.
         freeze_from: First round (from 0) with frozen statistics.
         seed: Seed of the trial, which keys the server's random draws.
         text: All choices of the method in one line, which keys them, too.
@@ -99,6 +100,7 @@ class Network:
     norm_replacers: str = ""
     work: Work
     optimizer: Optimizer
+    loss: Loss
     freeze_from: float = float("inf")
     seed: int = 0
     text: str = ""

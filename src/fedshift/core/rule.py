@@ -33,8 +33,8 @@ from ..utils.state import clone
 from .declarations import Phase as Phase
 from .declarations import Send as Send
 from .means import weighted_mean
-from .network import Loss, compute_features, forward
 from .network import Network as Network
+from .network import compute_features, forward
 from .states import LocalTrainingState, SamplesBeforeWork, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
@@ -206,8 +206,7 @@ class Rule:
 class Declared:
     """A rule resolved against a network, and all that it keeps, trains, reads and sends.
 
-    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``. A read that costs or reveals
-    something is refused unless it is declared.
+    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``.
 
     Args:
         rule: The rule, configured for the network.
@@ -215,8 +214,7 @@ class Declared:
         memory: State that each client keeps from round to round and never sends.
         server: State that the server keeps and broadcasts.
         kept: State that stays on the server. If the rule ``keeps`` state about clients, names may be added.
-        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
-            are fixed.
+        growing: Axes of entries in ``server`` whose lengths may change between rounds; others and dtypes are fixed.
         model: Weights and buffers of another network, under some or all of the model's names. They are trained and
             decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
         params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
@@ -229,7 +227,7 @@ class Declared:
         samples_before_work: Number of distinct samples, the first of the round, on which :meth:`Rule.start` runs the
             model. A client that uses fewer in the round provides those.
         features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
-            parameters, so that features are the classifier's input. They come from the pass of the loss.
+            parameters, the classifier.
         draws: Whether the rule reads ``step.key`` for random draws.
         entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
         notices: Sentences that users should read before the rule runs.
@@ -325,10 +323,10 @@ class Client(View):
 
     def __init__(
         self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State,
-        seen: SamplesBeforeWork | None = None, loss: Loss = nn.functional.cross_entropy,
+        seen: SamplesBeforeWork | None = None,
     ) -> None:  # fmt: skip
         super().__init__(network, bound, index, job, state)
-        self.round, self.steps, self._seen, self._loss = job.round, job.done - job.start, seen, loss
+        self.round, self.steps, self._seen = job.round, job.done - job.start, seen
 
     @property
     def targets(self) -> Tensor:
@@ -354,7 +352,7 @@ class Client(View):
         """Return the mean loss of that model in evaluation mode, with ``entries`` replaced."""
         first = self._first("loss_at")
         outputs = forward(self._network, clone({**self._model, **entries}), first.x, training=False)
-        return self._loss(outputs, first.y)
+        return self._network.loss(outputs, first.y)
 
     @property
     def _model(self) -> State:
@@ -400,7 +398,7 @@ class Step(View):
 
     def __init__(self, batch: Batch, index: int, state: State) -> None:
         super().__init__(batch.network, batch.rules[index], index, batch.job, state)
-        self.x, self.y, self.criterion, self._batch = batch.x, batch.y, batch.loss, batch
+        self.x, self.y, self.criterion, self._batch = batch.x, batch.y, batch.network.loss, batch
 
     @property
     def steps(self) -> Tensor:
@@ -448,7 +446,7 @@ class Step(View):
         """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
         batch = self._batch
         passed = batch.run(entries, batch.x, asker=self.bound)
-        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **entries}), batch.y)
+        return self.criterion(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **entries}), batch.y)
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
@@ -468,10 +466,10 @@ class Batch:
     """The batch of a step, on which rules run networks; ``params``: where the objective is computed."""
 
     def __init__(
-        self, network: Network, rules: Sequence[Declared], layers: Mapping[str, nn.Module], loss: Loss,
-        job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor,
+        self, network: Network, rules: Sequence[Declared], layers: Mapping[str, nn.Module], job: LocalTrainingState,
+        params: State, x: Tensor, y: Tensor, key: Tensor,
     ) -> None:  # fmt: skip
-        self.network, self.rules, self.layers, self.loss, self.job = network, rules, layers, loss, job
+        self.network, self.rules, self.layers, self.job = network, rules, layers, job
         self.params, self.x, self.y, self.key = params, x, y, key
 
     @cached_property
