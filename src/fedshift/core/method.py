@@ -179,10 +179,7 @@ class Method:
         return replace(self, scope=self.scope.keep_on_client(selection))
 
     def with_rule(self, rule: Rule) -> Self:
-        """Return the method with ``rule`` appended to its rules.
-
-        Raises :class:`UsageError` if both it and another rule aggregate uploads, or move the result.
-        """
+        """Return the method with ``rule``; raise :class:`UsageError` if two rules aggregate uploads, or move them."""
         return replace(self, rules=(*self.rules, rule))
 
     def with_surgery(self, *surgery: Surgery) -> Self:

@@ -281,9 +281,8 @@ class Owned(NamedTuple):
 class View:
     """Facts that all hooks on a client read; :class:`Client` and :class:`Step` add others.
 
-    ``loaded``: the model's entries as the server sent them. ``memory``: the rule's memory on this client. ``server``:
-    the rule's memory on the server, as broadcast. ``lr``: the model's learning rate in this round; for stacked clients,
-    a scalar tensor.
+    ``loaded``: the model's entries as the server sent them. ``memory`` and ``server``: the rule's memories, on this
+    client and as broadcast. ``lr``: the model's learning rate in this round; for stacked clients, a scalar tensor.
     """
 
     def __init__(self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State) -> None:
