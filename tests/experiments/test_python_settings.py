@@ -158,7 +158,7 @@ def test_functions_that_can_be_imported_are_written_by_name(make_both, tmp_path,
         "import fedshift\nfrom torch import nn\n"
         "def network(shape, classes): return nn.Sequential(nn.Flatten(), nn.Linear(192, classes))\n"
         "def loss(logits, y): return nn.functional.cross_entropy(logits, y) * 2\n"
-        "def method(): return fedshift.fedavg().with_work(epochs=2)\n"
+        "def method(): return fedshift.fedavg().choose(work={'epochs': 2})\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
     import my_parts

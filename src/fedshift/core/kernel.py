@@ -22,12 +22,9 @@ from .states import ClientState, LocalTrainingState, SamplesBeforeWork, ServerSt
 
 def init_server(plan: Plan) -> ServerState:
     """Return the server's state before the first round."""
-    return ServerState(
-        round=0,
-        shared=pick(plan.initial, plan.sent),
-        memory=tuple(dict(bound.server) for bound in plan.rules),
-        kept=tuple(dict(bound.kept) for bound in plan.rules),
-    )
+    memory = tuple(dict(bound.server) for bound in plan.rules)
+    kept = tuple(dict(bound.kept) for bound in plan.rules)
+    return ServerState(round=0, shared=pick(plan.initial, plan.sent), memory=memory, kept=kept)
 
 
 def broadcast(server: ServerState, name: str) -> ServerState:
@@ -91,8 +88,8 @@ def load_state(
     if seen is not None and plan.defines("start"):
         at, memory = restart(plan, job), [*job.memory]
         for index in plan.defines("start"):
-            client_view = Client(plan, plan.rules[index], index, at, at.state, seen, plan.loss)
-            memory[index] = plan.rules[index].rule.start(client_view)
+            bound = plan.rules[index]
+            memory[index] = bound.rule.start(Client(plan, bound, index, at, at.state, seen))
         job = replace(job, memory=tuple(memory))
     job = restart(plan, job)
     return job if job.optimizer else replace(job, optimizer=plan.optimizer.init(job.params))
@@ -104,24 +101,14 @@ def _assemble(plan: Plan, client: ClientState, server: ServerState) -> LocalTrai
     for bound, memory in zip(plan.rules, client.memory, strict=True):
         state = state | {name: memory[entry] for entry, name in bound.names.items()}
     trained = plan.trained.union(*plan.own_trained)
+    own = zip(plan.rules, client.memory, strict=True)
     return LocalTrainingState(
-        params=pick(state, trained),
-        rest={name: tensor for name, tensor in state.items() if name not in trained},
-        global_params=pick(server.shared, plan.loaded),
-        personal=pick(merged, plan.personal) if plan.rules else {},
-        optimizer=client.optimizer,
-        memory=tuple(
-            {name: memory[name] for name in bound.memory}
-            for bound, memory in zip(plan.rules, client.memory, strict=True)
-        ),
-        server_memory=server.memory,
-        round=server.round,
-        lr=math.nan,
-        start=client.steps,
-        done=client.steps,
-        planned_steps=0,
-        frozen=server.round >= plan.freeze_from,
-    )
+        params=pick(state, trained), rest=pick(state, state.keys() - trained),
+        global_params=pick(server.shared, plan.loaded), personal=pick(merged, plan.personal) if plan.rules else {},
+        optimizer=client.optimizer, memory=tuple({name: kept[name] for name in bound.memory} for bound, kept in own),
+        server_memory=server.memory, round=server.round, lr=math.nan, start=client.steps, done=client.steps,
+        planned_steps=0, frozen=server.round >= plan.freeze_from,
+    )  # fmt: skip
 
 
 def _personalize(plan: Plan, job: LocalTrainingState, rules: Iterable[int]) -> State:
@@ -156,11 +143,7 @@ def client_final(plan: Plan, job: LocalTrainingState) -> tuple[ClientState, Upda
         check_sends(plan, index, sent)
         memory.append(kept | {entry: together[name] for entry, name in bound.names.items()})
         uploads.append(sent)
-    client = ClientState(
-        personal=pick(state, plan.personal),
-        optimizer=job.optimizer if plan.optimizer.keep else {},
-        memory=tuple(memory),
-        steps=job.done,
-    )
-    shared = pick(state, plan.sent)
-    return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=job.done - job.start)
+    optimizer, steps = job.optimizer if plan.optimizer.keep else {}, job.done - job.start
+    personal, shared = pick(state, plan.personal), pick(state, plan.sent)
+    client = ClientState(personal=personal, optimizer=optimizer, memory=tuple(memory), steps=job.done)
+    return client, Update(shared=shared, memory=tuple(uploads), weight=float(job.samples), steps=steps)

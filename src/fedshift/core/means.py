@@ -57,9 +57,8 @@ class StreamingMean:
             self.add({name: entry[0] for name, entry in state.items()}, sum(weights))
             return
         self._flush()
-        if not self._sums:  # only the first of float64 entries is kept
-            ones = {name: entry[0] for name, entry in state.items()}
-            self._begin({name: one.clone() if one.dtype == torch.float64 else one for name, one in ones.items()})
+        if not self._sums:  # a view would keep all lanes
+            self._begin({name: entry[0].clone() for name, entry in state.items()})
         self._total += sum(weights)
         weights_K = torch.tensor(weights, dtype=torch.float64).to(next(iter(self._sums.values())).device)
         for name, total in self._sums.items():
@@ -89,29 +88,29 @@ class StreamingMean:
         if self._last and not self._sums:
             return clone(self._last[0])
         self._flush()
-        return {name: self._divide(total, self._first[name]) for name, total in self._sums.items()}
+        means = {name: (total / self._total, self._first[name]) for name, total in self._sums.items()}
+        return {
+            name: first + mean if first.dtype == torch.float64 else cast_to(mean, first.dtype)
+            for name, (mean, first) in means.items()
+        }
 
     def _begin(self, first: State) -> None:
-        """Allocate sums for states like ``first``, unless they exist."""
-        if not self._sums:
-            exact = {name: entry.dtype == torch.float64 for name, entry in first.items()}
-            self._first = {name: entry if exact[name] else entry.new_empty(0) for name, entry in first.items()}
-            self._sums = {n: torch.zeros(e.shape, dtype=torch.float64, device=e.device) for n, e in first.items()}
+        """Allocate sums for states like ``first``, of which float64 entries are kept."""
+        for name, entry in first.items():
+            self._first[name] = entry if entry.dtype == torch.float64 else entry.new_empty(0)
+            self._sums[name] = torch.zeros(entry.shape, dtype=torch.float64, device=entry.device)
 
     def _flush(self) -> None:
         if self._last is None:
             return
         (state, weight), self._last = self._last, None
-        self._begin(state)
+        if not self._sums:
+            self._begin(state)
         self._total += weight
         for name, total in self._sums.items():
             entry = state[name] - self._first[name] if state[name].dtype == torch.float64 else state[name]
             for into, part in zip(_chunks(total), _chunks(entry), strict=True):
                 into.add_(part, alpha=weight)
-
-    def _divide(self, total: Tensor, like: Tensor) -> Tensor:
-        mean = total / self._total
-        return like + mean if like.dtype == torch.float64 else cast_to(mean, like.dtype)
 
 
 def _chunk_size(tensor: Tensor) -> int:

@@ -35,6 +35,8 @@ The first two differ if a round is not a whole number of epochs. ``auto``: ``use
 batches (FedMMB's Algorithm 1), otherwise ``samples``.
 """
 WEIGHTINGS: tuple[Weighting, ...] = get_args(Weighting)
+CHOICES = {"finetune": "fine-tunes models for use", "work": "sets the local work", "weighting": "weighs clients"}
+"""Fields that one component of a method may set, and what they do, for messages."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,41 +178,22 @@ class Method:
         """Return the method with ``selection`` neither loaded nor sent."""
         return replace(self, scope=self.scope.keep_on_client(selection))
 
-    def leave_untrained(self, selection: Select) -> Self:
-        """Return the method with ``selection`` excluded from federated training."""
-        return replace(self, trains=self.trains & ~selection)
-
-    def with_finetuning(self, rounds: int) -> Self:
-        """Return the method with models fine-tuned for use; raise :class:`UsageError` if it already fine-tunes."""
-        return self._choose("fine-tunes models for use", "finetune", rounds)
-
     def with_rule(self, rule: Rule) -> Self:
-        """Return the method with ``rule`` appended to its rules.
-
-        Raises :class:`UsageError` if both it and another rule aggregate uploads, or move the result.
-        """
+        """Return the method with ``rule``; raise :class:`UsageError` if two rules aggregate uploads, or move them."""
         return replace(self, rules=(*self.rules, rule))
 
     def with_surgery(self, *surgery: Surgery) -> Self:
         """Return the method with ``surgery`` appended to its surgery."""
         return replace(self, surgery=(*self.surgery, *surgery))
 
-    def with_work(self, **work: Any) -> Self:
-        """Return the method with other local work; raise :class:`UsageError` if it already overrides it."""
-        return self._choose("sets the local work", "work", work)
-
-    def with_weighting(self, weighting: Weighting) -> Self:
-        """Return the method with another weighting; raise :class:`UsageError` if it already sets one."""
-        return self._choose("weighs clients", "weighting", weighting)
-
-    def _choose(self, choice: str, name: str, value: object) -> Self:
-        """Return the method with the field ``name`` set to ``value``, unless it has another than FedAvg's already."""
-        choose = attrgetter(name)
-        if choose(self) != choose(Method()):
-            source = self.name_sources(choose, self.name)
-            raise UsageError(f"{source} already {choice}; choose one of the two")
-        change: dict[str, Any] = {name: value}
-        return replace(self, **change)
+    def choose(self, **choices: Any) -> Self:
+        """Return the method with other fields of :data:`CHOICES`; raise :class:`UsageError` if it already set one."""
+        for name in choices:
+            choose = attrgetter(name)
+            if choose(self) != choose(Method()):
+                source = self.name_sources(choose, self.name)
+                raise UsageError(f"{source} already {CHOICES[name]}; choose one of the two")
+        return replace(self, **choices)
 
 
 class Component(NamedTuple):

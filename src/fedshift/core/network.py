@@ -77,6 +77,7 @@ class Network:
         norm_replacers: Names of the components that replace normalization layers; empty: none does.
         work: Local work of a round.
         optimizer: The local optimizer.
+        loss: Computes the mean loss of a batch from outputs and labels.
         freeze_from: First round (from 0) with frozen statistics.
         seed: Seed of the trial, which keys the server's random draws.
         text: All choices of the method in one line, which keys them, too.
@@ -99,6 +100,7 @@ class Network:
     norm_replacers: str = ""
     work: Work
     optimizer: Optimizer
+    loss: Loss
     freeze_from: float = float("inf")
     seed: int = 0
     text: str = ""
@@ -114,12 +116,9 @@ class Network:
     @cached_property
     def whole(self) -> frozenset[str]:
         """Buffers without a mean (:mod:`fedshift.core.buffers`), and fixed parameters with values that have none."""
-        return frozenset(
-            entry.name
-            for entry in self.entries
-            if entry.kind in WHOLE
-            or (not entry.is_buffer and entry.name not in self.trained and not _has_mean(self.initial[entry.name]))
-        )
+        fixed = {entry.name for entry in self.entries if not entry.is_buffer} - self.trained
+        buffers = frozenset(entry.name for entry in self.entries if entry.kind in WHOLE)
+        return buffers | {name for name in fixed if not _has_mean(self.initial[name])}
 
     def entries_fixed_in(self, round: int) -> frozenset[str]:
         """Return the entries that local work does not change in ``round`` (from 0): untrained or frozen ones."""
@@ -164,11 +163,8 @@ class Network:
     @cached_property
     def image_format(self) -> torch.memory_format:
         """Memory format of images and kernels: channels last if faster (float32 on the CPU)."""
-        if (
-            not self.traits.contiguous
-            and self.dtype == torch.float32
-            and all(tensor.device.type == "cpu" for tensor in self.initial.values())
-        ):
+        on_cpu = all(tensor.device.type == "cpu" for tensor in self.initial.values())
+        if on_cpu and self.dtype == torch.float32 and not self.traits.contiguous:
             for kind, layout in ((nn.Conv2d, torch.channels_last), (nn.Conv3d, torch.channels_last_3d)):
                 if any(isinstance(layer, kind) for layer in self.layers):
                     return layout
@@ -382,14 +378,9 @@ def _describe_wrong_outputs(module: nn.Module, outputs: object) -> str:
 
 @torch.no_grad()
 def forward(
-    network: Network,
-    state: State,
-    x: Tensor,
-    *,
-    training: bool = False,
-    frozen: bool = False,
+    network: Network, state: State, x: Tensor, *, training: bool = False, frozen: bool = False,
     key: Tensor | None = None,
-) -> Tensor:
+) -> Tensor:  # fmt: skip
     """Return the model's outputs under ``state`` for inputs ``x``; in training, buffers of ``state`` are updated.
 
     ``frozen``: whether statistics are frozen. ``key``: int64 scalar that keys dropout masks; default 0.

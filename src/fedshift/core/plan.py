@@ -15,7 +15,7 @@ from torch import nn
 
 from .declarations import Phase, RulePhase
 from .method import Method
-from .network import Loss, Network
+from .network import Network
 from .optimizer import SGD
 from .rule import HOOKS, Declared, Rule
 from .selection import hybrid_factors
@@ -42,14 +42,12 @@ class Plan(Network):
     Args:
         method: The method.
         rules: The method's rules, resolved against the network; empty while they are being bound.
-        loss: Computes the mean loss of a batch from outputs and labels.
         smallest_batch: Minimum batch size: 2 if the model cannot train on one sample, else 1.
 
     """
 
     method: Method
     rules: tuple[Declared, ...] = ()
-    loss: Loss
     smallest_batch: int
     _updates: dict[object, tuple[Updated, ...]] = field(default_factory=dict, init=False, repr=False)
     _verdicts: dict[str, str | None] = field(default_factory=dict, init=False, repr=False)
@@ -200,8 +198,8 @@ class Plan(Network):
         """Names of the rules, which prefix their states in checkpoints and uploads."""
         return tuple(bound.name for bound in self.rules)
 
-    def verdict(self, engine: str, judge: Callable[[], str | None] | None = None) -> str | None:
+    def verdict(self, engine: str, judge: Callable[[], str | None]) -> str | None:
         """Return why ``engine`` cannot run the plan, which ``judge`` finds once; None: it can, as far as known."""
-        if judge and engine not in self._verdicts:
+        if engine not in self._verdicts:
             self._verdicts[engine] = judge()
-        return self._verdicts.get(engine)
+        return self._verdicts[engine]

@@ -33,8 +33,8 @@ from ..utils.state import clone
 from .declarations import Phase as Phase
 from .declarations import Send as Send
 from .means import weighted_mean
-from .network import Loss, compute_features, forward
 from .network import Network as Network
+from .network import compute_features, forward
 from .states import LocalTrainingState, SamplesBeforeWork, ServerState, Update
 
 HOOKS = ("start", "personalize", "batch", "outputs", "loss", "combine_samples", "gradients", "end", "fold")
@@ -49,19 +49,19 @@ class Rule:
 
     ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they must not
     branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
+    Attributes ``needs_...`` are reasons, with which refusals begin; empty: the rule needs nothing of this kind.
 
     Attributes:
-        needs_shared: Refusals begin with this use of parameters that clients load and train; empty, here and below: the
-            rule needs nothing of this kind.
-        needs_several_steps: The notice of a round of one step from the loaded values begins with this reason.
-        needs_plain_steps: Refusals begin with this claim, which holds only if each local step moves every parameter
-            along its gradient, starting from the loaded values, by SGD without momentum.
+        needs_shared: A use of parameters that clients load and train.
+        needs_several_steps: Why a round of one step from the loaded values does nothing, for a notice.
+        needs_plain_steps: A claim that holds only if each local step moves every parameter along its gradient, starting
+            from the loaded values, by SGD without momentum.
         allows_momentum: ``needs_plain_steps`` allows momentum that is reset each round.
-        needs_entries_only: Refusals end with this reason why clients must send only the model's entries, and no rule
-            may read those of single clients.
-        needs_mean: Refusals begin with this use of the mean of uploads, which no rule must replace.
-        needs_classes: Refusals begin with this use of classes, of which each sample must have one.
-        needs_one_input: Refusals begin with this use of samples, which must be one array, such as an image.
+        needs_entries_only: Why clients must send only the model's entries, and no rule may read those of single
+            clients.
+        needs_mean: A use of the mean of uploads, which no rule must replace.
+        needs_classes: A use of classes, of which each sample must have one.
+        needs_one_input: A use of samples, which must be one array, such as an image.
         personalizes: ``use``: a client evaluates the result of :meth:`personalize` instead of the entries that it loads
             and keeps; ``start``: local work starts from that model, too.
         buffers_alone: Whether :meth:`personalize` changes only buffers, so that parameters start from the loaded
@@ -69,16 +69,13 @@ class Rule:
         gradient_stage: What :meth:`gradients` does: ``objective``: it adds the gradient of a term of the client's
             objective; ``transform``: it transforms that objective's gradient; ``step``: it corrects the result.
         on_copies: Whether :meth:`gradients` is also called, separately, for each rule's :attr:`Declared.model`.
-        aggregates: Whether :meth:`fold` makes the server's entries from single uploads, in place of their mean; a
-            method has one such rule at most.
-        moves: Whether :meth:`fold` moves the trained entries that clients load on, along their aggregated change; a
-            method has one such rule at most, which folds last.
-        weighs: Whether the entries of a rule that ``aggregates`` depend on the clients' weights by the method's
-            weighting.
-        passes_on: Whether clients may receive entries exactly as another client sent them, from a rule that
-            ``aggregates``; sites are informed of it.
-        keeps: Whether the server keeps state about single clients (:attr:`Folded.kept`); sites are informed of it.
-        mixes: Whether clients load mixes of the round's uploads (:attr:`Folded.mixes`); sites are informed of it.
+        aggregates: Whether :meth:`fold` makes the server's entries from single uploads, in place of their mean.
+        moves: Whether :meth:`fold`, the last one, moves the trained entries that clients load on, along their change.
+        weighs: Whether entries of a rule that ``aggregates`` depend on the clients' weights.
+        passes_on: Whether a rule that ``aggregates`` may send clients entries exactly as another sent them. Sites are
+            informed of this, and of ``keeps`` and ``mixes``.
+        keeps: Whether the server keeps state about single clients (:attr:`Folded.kept`).
+        mixes: Whether clients load mixes of the round's uploads (:attr:`Folded.mixes`).
         secret: Whether random draws of :meth:`combine_samples` come from the operating system, so that engines must not
             record or share them.
 
@@ -220,8 +217,7 @@ def _make_dataclass(cls: type) -> None:
 class Declared:
     """A rule resolved against a network, and all that it keeps, trains, reads and sends.
 
-    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``. A read that costs or reveals
-    something is refused unless it is declared.
+    Names of entries are unique across ``model``, ``params``, ``buffers`` and ``memory``.
 
     Args:
         rule: The rule, configured for the network.
@@ -229,8 +225,7 @@ class Declared:
         memory: State that each client keeps from round to round and never sends.
         server: State that the server keeps and broadcasts.
         kept: State that stays on the server. If the rule ``keeps`` state about clients, names may be added.
-        growing: Axes of entries in ``server`` whose lengths may change between rounds; all other lengths and all dtypes
-            are fixed.
+        growing: Axes of entries in ``server`` whose lengths may change between rounds; others and dtypes are fixed.
         model: Weights and buffers of another network, under some or all of the model's names. They are trained and
             decayed like the model, and rules with :attr:`Rule.on_copies` transform their gradients.
         params: Other trained parameters. Without weight decay unless a phase enables it; other rules do not see them.
@@ -243,7 +238,7 @@ class Declared:
         samples_before_work: Number of distinct samples, the first of the round, on which :meth:`Rule.start` runs the
             model. A client that uses fewer in the round provides those.
         features: Name of the layer whose input :meth:`Rule.loss` receives, or ``"last"`` for the last layer with
-            parameters, so that features are the classifier's input. They come from the pass of the loss.
+            parameters, the classifier.
         draws: Whether the rule reads ``step.key`` for random draws.
         entries: Whether :meth:`Rule.fold` receives the entries of each client, and not only their mean.
         notices: Sentences that users should read before the rule runs.
@@ -297,9 +292,8 @@ class Owned(NamedTuple):
 class View:
     """Facts that all hooks on a client read; :class:`Client` and :class:`Step` add others.
 
-    ``loaded``: the model's entries as the server sent them. ``memory``: the rule's memory on this client. ``server``:
-    the rule's memory on the server, as broadcast. ``lr``: the model's learning rate in this round; for stacked clients,
-    a scalar tensor.
+    ``loaded``: the model's entries as the server sent them. ``memory`` and ``server``: the rule's memories, on this
+    client and as broadcast. ``lr``: the model's learning rate in this round; for stacked clients, a scalar tensor.
     """
 
     def __init__(self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State) -> None:
@@ -339,10 +333,10 @@ class Client(View):
 
     def __init__(
         self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State,
-        seen: SamplesBeforeWork | None = None, loss: Loss = nn.functional.cross_entropy,
+        seen: SamplesBeforeWork | None = None,
     ) -> None:  # fmt: skip
         super().__init__(network, bound, index, job, state)
-        self.round, self.steps, self._seen, self._loss = job.round, job.done - job.start, seen, loss
+        self.round, self.steps, self._seen = job.round, job.done - job.start, seen
 
     @property
     def targets(self) -> Tensor:
@@ -368,7 +362,7 @@ class Client(View):
         """Return the mean loss of that model in evaluation mode, with ``entries`` replaced."""
         first = self._first("loss_at")
         outputs = forward(self._network, clone({**self._model, **entries}), first.x, training=False)
-        return self._loss(outputs, first.y)
+        return self._network.loss(outputs, first.y)
 
     @property
     def _model(self) -> State:
@@ -414,7 +408,7 @@ class Step(View):
 
     def __init__(self, batch: Batch, index: int, state: State) -> None:
         super().__init__(batch.network, batch.rules[index], index, batch.job, state)
-        self.x, self.y, self.criterion, self._batch = batch.x, batch.y, batch.loss, batch
+        self.x, self.y, self.criterion, self._batch = batch.x, batch.y, batch.network.loss, batch
 
     @property
     def steps(self) -> Tensor:
@@ -454,15 +448,15 @@ class Step(View):
         With ``training=False``, dropout is off, BatchNorm normalizes by its running statistics, and no buffer is
         written. Raises :class:`UsageError` if a trained entry is missing.
         """
-        x = self.x if x is None else x
         with dropout_key(self._batch.key) if self._network.keyed else nullcontext():
-            return Pass(*self._batch.run(entries, x, training=training, asker=self.bound), self.bound)
+            passed = self._batch.run(entries, self.x if x is None else x, training=training, asker=self.bound)
+        return Pass(*passed, self.bound)
 
     def loss_at(self, entries: State) -> Tensor:
         """Return the loss on the batch of the model with ``entries``, as for :meth:`run`; dropout draws new masks."""
         batch = self._batch
         passed = batch.run(entries, batch.x, asker=self.bound)
-        return batch.loss(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **entries}), batch.y)
+        return self.criterion(batch.change_outputs(passed, {**batch.params, **batch.job.rest, **entries}), batch.y)
 
     def gradient_at(self, params: State) -> State:
         """Return the gradient of :meth:`loss_at` with respect to ``params``, detached."""
@@ -482,10 +476,10 @@ class Batch:
     """The batch of a step, on which rules run networks; ``params``: where the objective is computed."""
 
     def __init__(
-        self, network: Network, rules: Sequence[Declared], layers: Mapping[str, nn.Module], loss: Loss,
-        job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor,
+        self, network: Network, rules: Sequence[Declared], layers: Mapping[str, nn.Module], job: LocalTrainingState,
+        params: State, x: Tensor, y: Tensor, key: Tensor,
     ) -> None:  # fmt: skip
-        self.network, self.rules, self.layers, self.loss, self.job = network, rules, layers, loss, job
+        self.network, self.rules, self.layers, self.job = network, rules, layers, job
         self.params, self.x, self.y, self.key = params, x, y, key
 
     @cached_property
@@ -520,17 +514,12 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Received:
-    """One client's contribution to a round, as the server received it; sequences are sorted by client name.
+    """The upload of one ``client`` in a round, as the server received it; sequences are sorted by client name.
 
-    Args:
-        client: The client's name.
-        update: The client's upload.
-        weight: The client's weight among the round's participants, by the method's weighting; weights sum to one.
-        size: Number of training samples; 1 where clients count equally.
-        share: The client's fraction of the sizes of all clients that train. Shares sum to less than one if some clients
-            did not take part in the round.
-        withheld: Whether :attr:`entries` is refused, because only the sum over clients is needed.
-
+    ``weight``: the client's weight among the participants, by the method's weighting; weights sum to one. ``size``:
+    number of training samples; 1 where clients count equally. ``share``: fraction of the sizes of all clients that
+    train, with or without an upload in the round. ``withheld``: whether :attr:`entries` is refused, because only the
+    sum over clients is needed.
     """
 
     client: str
@@ -553,17 +542,10 @@ class Received:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Server:
-    """The server after a round.
+    """The server after a round, and ``before`` it.
 
-    Args:
-        memory: The rule's memory on the server.
-        kept: The rule's state that stays on the server.
-        uploads: What clients sent for the rule, in the order of their names.
-        received: The clients' rounds, in the same order.
-        before: The server before the round.
-        network: The network.
-        rules: The method's rules.
-
+    ``memory`` and ``kept``: the rule's states on the server, of which ``kept`` is not sent. ``uploads``: tensors that
+    clients sent for the rule, in the order of their names. ``received``: all uploads, in the same order.
     """
 
     memory: State
@@ -594,15 +576,10 @@ def average(received: Sequence[Received]) -> State:
 
 @dataclass(frozen=True, eq=False)
 class Folded:
-    """Result of a fold.
+    """Result of a fold: the rule's states on the server, and the server's ``entries`` that the rule makes.
 
-    Args:
-        memory: The rule's memory on the server.
-        entries: The server's entries that the rule makes.
-        kept: The rule's state that stays on the server.
-        mixes: Weights of the round's uploads by client and entry (:class:`~fedshift.core.mixes.Mixes`), for clients
-            that load a mix.
-
+    ``mixes``: weights of the round's uploads by client and entry (:class:`~fedshift.core.mixes.Mixes`), for clients
+    that load a mix.
     """
 
     memory: State = field(default_factory=dict)

@@ -2,7 +2,7 @@
 
 An engine may keep them in a dictionary, in another process or on another machine. Each rule of a method has a memory:
 ``memory[i]`` and ``server_memory[i]`` belong to rule ``i``. During local work, a rule's own entries are stored with the
-model's (:attr:`fedshift.core.plan.Plan.own_names`), so that the optimizer updates all of them; between rounds they are
+model's (:attr:`fedshift.core.rule.Declared.names`), so that the optimizer updates all of them; between rounds they are
 part of the rule's memory.
 """
 

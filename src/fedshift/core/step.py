@@ -43,7 +43,7 @@ def compute_objective(
     rest = clone(job.rest)
     state = {**params, **rest}
     model = {name: state[name] for name in plan.initial} if len(state) > len(plan.initial) else state
-    batch = Batch(plan, plan.rules, plan.feature_layers, plan.loss, job, params, x, y, key)
+    batch = Batch(plan, plan.rules, plan.feature_layers, job, params, x, y, key)
     with dropout_key(key) if plan.keyed else nullcontext():
         for index in plan.defines("batch"):
             step = Step(batch, index, {**params, **job.rest})
@@ -125,7 +125,7 @@ def transform_gradients(plan: Plan, job: LocalTrainingState, grads: State, key: 
     the gradients of other rules' parameters otherwise.
     """
     state, nothing = job.state, torch.empty(0)
-    batch = Batch(plan, plan.rules, {}, plan.loss, job, job.params, nothing, nothing, key)
+    batch = Batch(plan, plan.rules, {}, job, job.params, nothing, nothing, key)
     for index in plan.defines("gradients"):
         rule, step = plan.rules[index].rule, Step(batch, index, state)
         changed = pick(grads, plan.trained)

@@ -106,4 +106,4 @@ def dp(
     hidden = clipping_norm != inf or not noise_multiplier
     require(hidden, "clipping_norm=inf bounds nothing, so that no noise can hide it: give a finite clip, or no noise")
     private = base.with_rule(PrivateMean(clipping_norm, noise_multiplier, delta, secret))
-    return private.with_weighting("uniform")
+    return private.choose(weighting="uniform")

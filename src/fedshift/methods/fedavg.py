@@ -14,4 +14,4 @@ def fedavg(base: Method, *, weighting: Weighting = "auto") -> Method:
     ``weighting``: by training samples (``samples``), by samples used in the round (``used``), or equally (``uniform``);
     ``auto`` is ``used`` if the local work is a number of batches, as in FedMMB, otherwise ``samples``.
     """
-    return base if weighting == "auto" else base.with_weighting(weighting)
+    return base if weighting == "auto" else base.choose(weighting=weighting)

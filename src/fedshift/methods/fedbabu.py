@@ -5,6 +5,8 @@ directions. A client's model is the global model, fully fine-tuned on the client
 model is evaluated or exported, and does not affect federated training.
 """
 
+from dataclasses import replace
+
 from ..core.method import Method, method, require
 from ..core.selection import parse_selection
 
@@ -17,4 +19,4 @@ def fedbabu(base: Method, *, layers: int | str = 1, rounds: int = 5) -> Method:
     that fine-tune a client's model; 0: none.
     """
     require(rounds >= 0, f"rounds={rounds}: give 0 (the global model) or more")
-    return base.leave_untrained(parse_selection(layers)).with_finetuning(rounds)
+    return replace(base, trains=base.trains & ~parse_selection(layers)).choose(finetune=rounds)

@@ -14,4 +14,4 @@ def fedmmb(base: Method, *, batches: int = 5, batch_size: int | None = None) -> 
     ``batch_size``: None: the experiment's; 0: all samples.
     """
     size = {} if batch_size is None else {"batch_size": batch_size or None}
-    return base.with_work(batches=batches, **size)
+    return base.choose(work={"batches": batches, **size})

@@ -39,5 +39,5 @@ def fedrep(
         text = f"head_epochs={head_epochs} and body_epochs={body_epochs}"
         head, body = head_epochs or 0, body_epochs or 0
         require(head >= 1 and body >= 1, f"{text}: give 1 or more for each, or neither")
-        base = base.with_work(epochs=head + body)
+        base = base.choose(work={"epochs": head + body})
     return base.keep_on_client(parse_selection(layers)).with_rule(HeadThenBody(head / (head + body), layers))

@@ -14,4 +14,4 @@ def fedsmb(base: Method, *, batch_size: int | None = None) -> Method:
     ``batch_size``: None: the experiment's; 0: all samples.
     """
     size = {} if batch_size is None else {"batch_size": batch_size or None}
-    return base.with_work(batches=1, **size)
+    return base.choose(work={"batches": 1, **size})
