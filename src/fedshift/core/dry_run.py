@@ -252,10 +252,10 @@ def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: T
 
     job = client_init(plan, client, server, 1, SamplesBeforeWork(targets, x[:count], y[:count], key))
     with _named(plan, "a step"):
-        if plan.before:
-            job = restart(plan, take(job, *plan.before))
+        if plan.phases["before"]:
+            job = restart(plan, take(job, *plan.phases["before"]))
             job = replace(job, params=plan.clone_for_training(job.params))
-        job = take(job, None, *plan.after)
+        job = take(job, None, *plan.phases["after"])
     return client_final(plan, job)
 
 
