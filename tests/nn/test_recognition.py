@@ -224,7 +224,7 @@ def test_convolutions_that_do_more_are_refused_and_names_alone_change_nothing():
     class Renamed(nn.Conv2d):
         pass
 
-    with pytest.raises(UsageError, match=r"layer '1' is a Same, whose forward differs from torch's Conv2d: it may"):
+    with pytest.raises(UsageError, match=r"layer '1' is a Same, which computes something else than torch's Conv2d"):
         apply_surgery(fedwon(), net(Same(4, 4, 2)))
     assert type(apply_surgery(fedwon(), nn.Sequential(Renamed(1, 4, 3)))[0]).__name__ == "ScaledStdConv2d"
 
@@ -244,7 +244,7 @@ def test_convolutions_that_scale_their_kernels_already_are_left_as_they_are():
 
     kept = apply_surgery(fedwon(init="keep"), net(Scaled(4, 4, 3)))
     assert [type(layer).__name__ for layer in kept[:2]] == ["ScaledStdConv2d", "Scaled"]
-    with pytest.raises(UsageError, match="layer '1' is a Standardized, whose forward differs"):
+    with pytest.raises(UsageError, match="layer '1' is a Standardized, which computes something else"):
         apply_surgery(fedwon(), net(Standardized(4, 4, 3)))
 
 

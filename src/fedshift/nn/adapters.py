@@ -26,8 +26,6 @@ from .recognition import runs_as_torch
 from .scaled_std_conv import ScaledStd
 from .surgery import NORMALIZATION, is_foreign_normalization
 
-CONSTANTS = "_constants"
-"""Attribute of a layer with the names of its parameters that became constants."""
 NAMED = 8
 """Maximum number of layers that a message lists."""
 KINDS = {
@@ -150,16 +148,15 @@ def _stays(layer: nn.Module, head: nn.Module) -> bool:
 
 
 def _fix(layer: nn.Module) -> None:
-    """Turn the layer's parameters into constants."""
-    if fixed := {name: parameter.detach() for name, parameter in layer._parameters.items() if parameter is not None}:
-        layer._parameters = {name: None for name in layer._parameters if name not in fixed}
-        layer.__dict__ |= fixed | {CONSTANTS: tuple(fixed)}
+    """Turn the layer's parameters into constants: attributes that stand before parameters of None."""
+    layer.__dict__ |= {name: each.detach() for name, each in layer._parameters.items() if each is not None}
+    layer._parameters = dict.fromkeys(layer._parameters)
 
 
 def list_constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that became constants, with their names."""
     for prefix, layer in module.named_modules():
-        for name in layer.__dict__.get(CONSTANTS, ()):
+        for name in filter(layer.__dict__.__contains__, layer._parameters):
             yield f"{prefix}.{name}" if prefix else name, layer.__dict__[name]
 
 
@@ -176,7 +173,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
             holder, _, last = name.rpartition(".")
             setattr(module.get_submodule(holder), last, merged.get_base_layer())
     for layer in module.modules():
-        for name in layer.__dict__.pop(CONSTANTS, ()):
+        for name in filter(layer.__dict__.__contains__, layer._parameters):
             layer.register_parameter(name, nn.Parameter(layer.__dict__.pop(name), requires_grad=False))
     return module
 

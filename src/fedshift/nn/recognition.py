@@ -171,8 +171,6 @@ def _make_inputs(layer: nn.Module) -> list[Tensor]:
     elif isinstance(layer, nn.LayerNorm | nn.RMSNorm):
         last = tuple(layer.normalized_shape)
         shapes = [last, (3, *last), *([(*last, 5, 5)] if len(last) == 1 else [])]
-    elif isinstance(layer, nn.LocalResponseNorm | nn.CrossMapLRN2d):
-        shapes = [(8, 5, 5)]
     generator = torch.Generator().manual_seed(0)
     return [torch.randn(BATCH, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 

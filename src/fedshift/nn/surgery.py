@@ -24,9 +24,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .convolution import FastConv2d
 from .hybrid_batch_norm import HybridBatchNorm
-from .recognition import Function, is_scaled, list_hooks, require_understood, runs_as_torch, torch_kind
+from .recognition import Function, is_scaled, list_hooks, require_understood, torch_kind
 from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
@@ -122,9 +121,9 @@ class _BatchNormReplacement:
         return replace_modules(module, self._make)
 
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        return (
-            take_place(name, layer, self.what, partial(self._convert, layer)) if isinstance(layer, _BatchNorm) else None
-        )
+        if not isinstance(layer, _BatchNorm):
+            return None
+        return take_place(name, layer, self.what, partial(self._convert, layer))
 
     @abstractmethod
     def _convert(self, layer: _BatchNorm) -> nn.Module:
@@ -185,11 +184,6 @@ class RemoveNorm:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``."""
         for name, layer in module.named_modules():
-            if isinstance(layer, nn.TransformerEncoderLayer):
-                raise UsageError(
-                    f"layer {name!r} is a TransformerEncoderLayer, which reads its normalization in evaluation: use a "
-                    "model built from separate layers, or keep normalization"
-                )
             if is_foreign_normalization(layer):
                 raise UsageError(
                     f"layer {name!r} is a {type(layer).__name__}, which seems to normalize (by its name or statistics) "
@@ -198,8 +192,8 @@ class RemoveNorm:
         removed = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
         if not removed and self.required:
             raise UsageError("the method removes normalization, but the model has none: choose another method")
-        channels = {width for layer in removed if (width := _channel_count(layer)) is not None}
-        module = replace_modules(module, self._make)
+        channels = {_count_channels(layer) for layer in removed}
+        module = replace_modules(module, _make_identity)
         for layer in module.modules():
             if isinstance(layer, _ConvNd | nn.Linear) and layer.bias is None:
                 width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
@@ -207,9 +201,9 @@ class RemoveNorm:
                     layer.bias = nn.Parameter(torch.zeros(width, dtype=layer.weight.dtype, device=layer.weight.device))
         return module
 
-    @staticmethod
-    def _make(name: str, layer: nn.Module) -> nn.Module | None:
-        return take_place(name, layer, "nothing", nn.Identity) if isinstance(layer, NORMALIZATION) else None
+
+def _make_identity(name: str, layer: nn.Module) -> nn.Module | None:
+    return take_place(name, layer, "nothing", nn.Identity) if isinstance(layer, NORMALIZATION) else None
 
 
 def is_foreign_normalization(layer: nn.Module) -> bool:
@@ -226,9 +220,10 @@ def has_foreign_statistics(layer: nn.Module) -> bool:
     return torch_kind(layer) is nn.Module and layer._buffers.get("running_var") is not None
 
 
-def _channel_count(layer: Any) -> int | None:
-    width = getattr(layer, "num_features", None) or getattr(layer, "num_channels", None)
-    return width if width is not None else (getattr(layer, "normalized_shape", None) or (None,))[-1]
+def _count_channels(layer: Any) -> int | None:
+    widths = (getattr(layer, name, None) for name in ("num_features", "num_channels", "normalized_shape"))
+    width = next(filter(None, widths), None)
+    return width[-1] if isinstance(width, tuple) else width
 
 
 @dataclass(frozen=True)
@@ -262,21 +257,7 @@ class ScaledStandardization:
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _ConvNd) or isinstance(layer, ScaledStd):
             return None
-        kind = torch_kind(layer)
-        kind = nn.Conv2d if kind is FastConv2d else kind
-        if kind not in STANDARDIZED:
-            raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization supports "
-                f"{', '.join(each.__name__ for each in STANDARDIZED)}; use one of them, or FedWon without WSConv"
-            )
         if is_scaled(layer):
             return None
-        if not runs_as_torch(layer):
-            raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}, whose forward differs from torch's {kind.__name__}: it "
-                "may pad or standardize, which scaled weight standardization would lose; use "
-                f"{kind.__name__}, or FedWon without WSConv (fedwon(wsconv=False), or only agc if the model has no "
-                "normalization)"
-            )
-        require_understood(name, layer, "scaled weight standardization")
-        return STANDARDIZED[kind].of(layer, self.init, self.gain) if count_fan_in(layer) > 1 else None
+        require_understood(name, layer, "scaled weight standardization (wsconv)")
+        return STANDARDIZED[torch_kind(layer)].of(layer, self.init, self.gain) if count_fan_in(layer) > 1 else None
