@@ -112,7 +112,7 @@ def test_the_gates_are_as_much_faster_as_asked_under_every_optimizer():
 
 def test_normalization_is_not_taken_from_a_layer_that_reads_it():
     encoder = nn.Sequential(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), nn.Flatten(), nn.Linear(16, 3))
-    with pytest.raises(UsageError, match="not after the method replaced some of its layers .*has no attribute 'eps'"):
+    with pytest.raises(UsageError, match=r"not after the method replaced some of its layers .*has no attribute 'eps'"):
         prepare(nonorm(), encoder, optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2, 8))
 
 

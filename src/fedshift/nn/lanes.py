@@ -24,7 +24,7 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 class _Merged(torch.autograd.Function):
     """One lane of ``function(x [N, C, ...], *params [C, ...])``, to be called under ``torch.vmap``.
 
-    ``function`` processes channels, or groups of channels, independently; ``params`` have a row for each of its outputs.
+    ``function`` processes channels, or groups of them, independently; ``params`` have a row for each output channel.
     """
 
     @staticmethod
