@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedshift.nn.lanes import MergedLanes, _Merged
+from tests.nn.operations import assert_equal
 
 LANES, BATCH, CHANNELS = 3, 5, 4
 LAYERS = [
@@ -78,12 +79,6 @@ def run(layer, state, x, shared=(), block=MergedLanes):
     twice = torch.autograd.grad(bent, wanted, materialize_grads=True) if bent.requires_grad else []
     buffers = [after[name] for name, _ in layer.named_buffers()]
     return [made, *buffers, *grads, *twice]
-
-
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        assert (one - other).detach().abs().max() <= 1e-12 * max(1, float(other.detach().abs().max()))
 
 
 @pytest.mark.filterwarnings("ignore:.*batching rule")  # of torch's own
