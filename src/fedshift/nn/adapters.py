@@ -75,7 +75,7 @@ class Lora:
         """Change ``module``; raise :class:`UsageError` if ``targets`` matches no layer, or one that it cannot adapt."""
         from peft import LoraConfig, inject_adapter_in_model
 
-        head = find_last_layer(module)
+        head = [layer for layer in module.modules() if any(p is not None for p in layer._parameters.values())][-1]
         chosen = self._choose(module, head)
         staying = [layer for layer in module.modules() if _stays(layer, head)]
         kept = [(each, each.requires_grad) for layer in staying for each in layer.parameters(recurse=False)]
@@ -136,11 +136,6 @@ def _explain_unsuitable(layer: nn.Module, reader: str | None) -> str:
         return f"has {layer.groups} groups"
     plain = layer.padding_mode == "zeros" and set(layer.dilation) == {1} and not isinstance(layer.padding, str)
     return "" if plain else "is dilated, or pads in another way than by a number of zeros"
-
-
-def find_last_layer(module: nn.Module) -> nn.Module:
-    """Return the last layer with parameters, usually the classifier."""
-    return [layer for layer in module.modules() if any(p is not None for p in layer._parameters.values())][-1]
 
 
 def _stays(layer: nn.Module, head: nn.Module) -> bool:
