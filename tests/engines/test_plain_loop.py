@@ -64,19 +64,23 @@ def data():
     return federation(clients)
 
 
+def run_settings(**changes):
+    defaults = {"rounds": 3, "optimizer": SGD(lr=LR, momentum=MOMENTUM, weight_decay=DECAY)}
+    return Settings(**{"work": Work(batch_size=BATCH, epochs=1), **defaults, **changes})
+
+
 def plain_sgd(params):
     return torch.optim.SGD(params, lr=LR, momentum=MOMENTUM, weight_decay=DECAY)
 
 
-def plain_rounds(
-    federation_, initial, rounds, dtype, keep_batch_norm_local, *, aggregate_last=True, optimizer=plain_sgd, keep=False
-):
-    """Federated training in plain PyTorch; the clients' models after the last aggregation, or just before it."""
-    kept = {}
-    models = {client.name: copy.deepcopy(initial) for client in federation_.clients}
-    inputs = {c.name: (c.train.x.to(dtype) / 127.5 - 1.0, c.train.y) for c in federation_.clients}
+def plain_rounds(trial, make, dtype=torch.float64, *, aggregate_last=True, optimizer=plain_sgd, keep=False):
+    """The trial's rounds in plain PyTorch; the clients' models after the last aggregation, or just before it."""
+    initial, kept, rounds = make((3, 8, 8), 4).to(dtype), {}, trial.settings.rounds
+    initial.load_state_dict(trial.plan.initial)
+    models = {client.name: copy.deepcopy(initial) for client in trial.data.clients}
+    inputs = {c.name: (c.train.x.to(dtype) / 127.5 - 1.0, c.train.y) for c in trial.data.clients}
     local = set()
-    if keep_batch_norm_local:
+    if trial.plan.method.name == "fedbn":
         for prefix, layer in initial.named_modules():
             if isinstance(layer, nn.BatchNorm1d | nn.BatchNorm2d):
                 local |= {f"{prefix}.{name}" for name in layer.state_dict()}
@@ -109,20 +113,8 @@ def plain_rounds(
 @pytest.mark.parametrize("method", [fedavg(), fedbn()], ids=lambda method: method.name)
 @pytest.mark.parametrize(("dtype", "rounds", "tolerance"), [(torch.float32, 1, 1e-6), (torch.float64, 3, 1e-12)])
 def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
-    trial = Trial(
-        method,
-        lambda shape, classes: model(shape, classes).to(dtype),
-        data(),
-        Settings(
-            rounds=rounds,
-            work=Work(batch_size=BATCH, epochs=1),
-            optimizer=SGD(lr=LR, momentum=MOMENTUM, weight_decay=DECAY),
-        ),
-        SEED,
-    )
-    initial = model((3, 8, 8), 4).to(dtype)
-    initial.load_state_dict(trial.plan.initial)
-    expected = plain_rounds(trial.data, initial, rounds, dtype, keep_batch_norm_local=method.name == "fedbn")
+    trial = Trial(method, lambda *size: model(*size).to(dtype), data(), run_settings(rounds=rounds), SEED)
+    expected = plain_rounds(trial, model, dtype)
     for _ in range(rounds):
         trial.advance()
     for name, network in expected.items():
@@ -143,13 +135,9 @@ def test_rounds_equal_a_plain_pytorch_loop(method, dtype, rounds, tolerance):
     ids=lambda kind: getattr(getattr(kind, "func", None), "__name__", ""),
 )
 def test_rounds_with_any_optimizer_of_torch_equal_a_plain_pytorch_loop_and_resume(kind, keep, tmp_path):
-    settings = Settings(
-        rounds=3, work=Work(batch_size=BATCH, epochs=1), optimizer=replace(as_optimizer(kind, lr=7.0), keep=keep)
-    )
+    settings = run_settings(optimizer=replace(as_optimizer(kind, lr=7.0), keep=keep))
     trial = Trial(fedbn(), double_model, data(), settings, SEED)
-    initial = double_model((3, 8, 8), 4)
-    initial.load_state_dict(trial.plan.initial)
-    expected = plain_rounds(trial.data, initial, 3, torch.float64, True, optimizer=kind, keep=keep)
+    expected = plain_rounds(trial, double_model, optimizer=kind, keep=keep)
     for number in range(3):
         trial.advance()
         if number == 0:
@@ -233,15 +221,9 @@ def test_rounds_of_steps_equal_a_plain_pytorch_loop_over_endless_batches(weighti
 
 @pytest.mark.parametrize("method", [fedavg(), fedbn()], ids=lambda method: method.name)
 def test_models_just_after_local_work_are_those_of_a_plain_pytorch_loop_before_it_averages(method):
-    settings = Settings(
-        rounds=3, work=Work(batch_size=BATCH, epochs=1), evaluate_every=3,
-        optimizer=SGD(lr=LR, momentum=MOMENTUM, weight_decay=DECAY), moments=("loaded", "trained"),
-    )  # fmt: skip
-    trial = Trial(method, lambda shape, classes: model(shape, classes).double(), data(), settings, SEED)
-    initial = model((3, 8, 8), 4).double()
-    initial.load_state_dict(trial.plan.initial)
-    keep = method.name == "fedbn"
-    expected = plain_rounds(trial.data, initial, 3, torch.float64, keep, aggregate_last=False)
+    settings = run_settings(evaluate_every=3, moments=("loaded", "trained"))
+    trial = Trial(method, lambda *size: model(*size).double(), data(), settings, SEED)
+    expected = plain_rounds(trial, model, aggregate_last=False)
     rows = [row for _ in range(3) for row in trial.advance().rows]
     found = [row for row in rows if (row["split"], row["moment"]) == ("test", "trained")]
     assert [(row["round"], row["client"], row["model"]) for row in found] == [(3, name, "personal") for name in SIZES]

@@ -143,11 +143,6 @@ def test_gradients_below_float16_are_said_to_be_lost(scale, lost):
     )
 
 
-def test_bfloat16_repeats_itself_bit_for_bit():
-    first, second = trial("bfloat16"), trial("bfloat16")
-    assert first.advance().rows == second.advance().rows
-
-
 def test_a_run_is_not_resumed_in_another_precision():
     begun = trial("float32")
     begun.advance()

@@ -155,7 +155,7 @@ def test_a_sum_of_uploads_holds_exactly_what_the_scope_sends(method):
     whole = StreamingMean()
     for part in sums:
         assert part.nbytes == sum(plan.initial[name].nbytes for name in plan.sent)
-        whole.merge(part.mean)
+        whole.merge(part)
     mean = whole.result()
     assert mean.keys() == plan.sent
     states, weights = zip(*((each.update.shared, each.update.weight) for each in expected.values()), strict=True)

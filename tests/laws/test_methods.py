@@ -316,9 +316,9 @@ def test_weight_decay_acts_on_networks_as_in_torchs_optimizer_with_two_groups(me
     plan = replace(make_plan(method), optimizer=optimizer)
     job = client_init(plan, init_client(plan), init_server(plan), planned_steps=9)
     job = replace(job, params={name: tensor * 0.9 for name, tensor in job.params.items()})  # within any bounds
-    separate = (*plan.before, *plan.after)
-    phases = [next(phase for when in WHEN for phase in bound.list_phases(when)) for bound in plan.rules]
-    rates = {n: phase.lr_scale for phase, own in zip(phases, plan.own_trained, strict=True) for n in own}
+    separate = (*plan.phases["before"], *plan.phases["after"])
+    first = dict(reversed([each for when in WHEN for each in plan.phases[when]]))
+    rates = {n: first[index].lr_scale for index, own in enumerate(plan.own_trained) for n in own}
     decayed, _ = told_apart(plan, DECAYED)
     leaves = {name: tensor.clone().requires_grad_() for name, tensor in job.params.items()}
     groups = [

@@ -106,7 +106,7 @@ def test_another_key_of_a_step_changes_nothing_unless_draws_are_declared(method)
     plan = make_plan(method, without_dropout)
     client, x, y = init_client(plan), torch.rand(8, 1, 5, 5, dtype=torch.float64), torch.arange(8) % 3
     job = client_init(plan, client, init_server(plan), planned_steps=2)
-    for phase in (None, *plan.before, *plan.after):
+    for phase in (None, *plan.phases["before"], *plan.phases["after"]):
         now = replace(job, separate_phase=phase)
         one, other = (compute_gradients(plan, now, x, y, torch.tensor(key)) for key in (1, 2**40 + 1))
         if not plan.draws:

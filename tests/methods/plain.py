@@ -125,6 +125,20 @@ def deep_network(shape=(4,), classes=3):
     return nn.Sequential(*layers).double()
 
 
+def small_network(shape=(4,), classes=4):
+    return nn.Sequential(nn.Linear(shape[0], 5), nn.Tanh(), nn.Linear(5, classes)).double()
+
+
+def paired_vectors(sizes, other="", sign=1, shift=3):
+    """Vectors ``[N, 4]`` of clients of two looks, ``b`` and ``d`` and all others; ``other`` has class 3 and no 0."""
+    rng, clients = np.random.default_rng(0), {}
+    for name, size in sizes.items():
+        y, far = np.arange(size) % 3 + (name == other), name in "bd"
+        x = rng.normal(shift * far, 1, (size, 4)) * (sign if far else 1) + y[:, None]
+        clients[name] = (x, y, x, y)
+    return federation(clients)
+
+
 def skewed_vectors():
     """Vectors ``[N, 4]``: client ``a`` has classes 0, 1 and 2, client ``b`` has 1 and 3, unequally often."""
     rng = np.random.default_rng(0)

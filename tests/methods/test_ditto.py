@@ -51,11 +51,6 @@ def test_personal_models_equal_a_plain_loop_with_autograd_of_the_objective(base,
         assert largest_difference(running.model_state(name), model.state_dict()) <= 1e-12
 
 
-def test_without_its_term_each_client_trains_alone():
-    personal, alone = after_rounds(ditto(lam=0.0)), after_rounds(single())
-    assert all(is_equal(personal.model_state(name), alone.model_state(name)) for name in SIZES)
-
-
 def test_a_client_that_sits_out_keeps_its_personal_model():
     running = trial(ditto(), participation=1, rounds=6)
     seen = set()
@@ -68,11 +63,6 @@ def test_a_client_that_sits_out_keeps_its_personal_model():
         for name in seen:
             assert is_equal(running.clients[name].memory[0], running.model_state(name))
     assert len(seen) > 1
-
-
-def test_as_many_epochs_as_the_round_has_are_the_rounds_own_batches():
-    together, apart = after_rounds(ditto()), after_rounds(ditto(epochs=1))
-    assert all(is_equal(together.model_state(name), apart.model_state(name)) for name in SIZES)
 
 
 def test_epochs_of_its_own_are_counted_where_a_round_is_a_group_of_batches():

@@ -165,14 +165,6 @@ def test_the_contrastive_loss_leaves_out_masks_without_a_contour_or_a_background
     assert float(_contrast(features, torch.zeros_like(y), CLASSES, TAU).detach()) == 0.0
 
 
-@pytest.mark.parametrize(("scale", "zero"), [(2.0, 0.0), (1.0, -0.5), (0.1, 3.0)])
-def test_mixing_does_not_depend_on_how_inputs_are_normalized(scale, zero):
-    x, other = torch.rand(2, 5, 1, *PIXELS, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    raw = mix(x, amplitude(spectrum(other, 1), 1), 0.3, 1)
-    normalized = mix(scale * x + zero, amplitude(spectrum(scale * other + zero, 1), 1), 0.3, 1)
-    assert torch.allclose(normalized, scale * raw + zero)
-
-
 def test_classes_have_no_contours():
     first, second = (trial_of_classes(feddg_elcfs(boundary=boundary)) for boundary in (0.0, 0.5))
     for _ in range(2):

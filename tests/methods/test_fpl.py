@@ -4,31 +4,19 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
 
 from fedshift.core.work import Work
-from fedshift.data.assembly import federation
 from fedshift.methods.fpl import ClusterPrototypes, fpl
 from fedshift.utils.state import clone
 from tests.methods import plain
 from tests.methods.plain import LR, largest_difference, loaded_with, mean, passes, step
+from tests.methods.plain import small_network as network
 
 SIZES, LAM, TAU = {"a": 6, "b": 8, "c": 10, "d": 8, "e": 6}, 0.6, 0.3
 
 
-def network(shape=(4,), classes=4):
-    return nn.Sequential(nn.Linear(shape[0], 5), nn.Tanh(), nn.Linear(5, classes)).double()
-
-
 def data(sizes=SIZES):
-    """Clients of two looks; class 3 is ``e``'s alone, which lacks class 0."""
-    rng = np.random.default_rng(0)
-    clients = {}
-    for name, size in sizes.items():
-        y = np.arange(size) % 3 + (name == "e")
-        x = rng.normal(3 * (name in "bd"), 1, (size, 4)) * (1 - 2 * (name in "bd")) + y[:, None]
-        clients[name] = (x, y, x, y)
-    return federation(clients)
+    return plain.paired_vectors(sizes, "e", -1)
 
 
 def trial(method, clients=None, **given):

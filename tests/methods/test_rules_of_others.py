@@ -1,6 +1,7 @@
 """Six methods as a stranger would write them, composed with ours, on every engine and across machines."""
 
 import ast
+from dataclasses import FrozenInstanceError
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Rule
-from fedshift.core.step import client_step
+from fedshift.core.step import client_step_
 from fedshift.core.work import Work
 from fedshift.methods.apfl import apfl
 from fedshift.methods.ditto import ditto
@@ -90,6 +91,20 @@ def test_a_misspelled_hook_is_refused():
         type("Wrong", (Rule,), {"gradient": lambda self, grads, step: grads})
 
 
+def test_annotations_of_a_rule_are_its_options_unless_it_has_an_init():
+    class Annotated(Rule):
+        strength: float = 2.0
+
+    class Written(Rule):
+        def __init__(self, strength):
+            self.strength = strength
+
+    assert Annotated(3.0) == Annotated(strength=3.0) != Annotated()
+    with pytest.raises(FrozenInstanceError):
+        Annotated().strength = 1.0
+    assert type("Derived", (Written,), {})(1.0).strength == 1.0
+
+
 @pytest.mark.parametrize("name", OTHERS)
 def test_the_identity_engine_refuses_them_in_words(name):
     with pytest.raises(UsageError, match=r"needs a method that only averages complete models, which .* does not"):
@@ -127,7 +142,7 @@ def test_the_shared_model_is_clipped_to_the_limit_beside_models_of_clients(base)
     for method in (base(), others.clipped(base(), limit=0.5)):
         plan = prepare(method, network, optimizer=SGD(lr=1.0))
         job = client_init(plan, init_client(plan), init_server(plan), planned_steps=1)
-        _, update = client_final(plan, client_step(plan, job, x, y, torch.tensor(0))[0])
+        _, update = client_final(plan, client_step_(plan, job, x, y, torch.tensor(0))[0])
         changes = [update.shared[name] - plan.initial[name] for name in sorted(plan.trained)]
         moved.append(float(torch.stack([change.norm() for change in changes]).norm()))
     assert moved[0] > 1

@@ -102,15 +102,6 @@ class FedBNAggregation:
         """``"FedBN"``, or ``"SiloBN"`` if only statistics stay local."""
         return "SiloBN" if self.statistics_only else "FedBN"
 
-    @property
-    def batch_norm_patterns(self) -> tuple[str, ...]:
-        """Words that mark local entries; empty if ``local`` lists exact names."""
-        return () if self.local is not None else (*self._layers, *STATISTICS, *self.patterns)
-
-    @property
-    def _layers(self) -> tuple[str, ...]:
-        return (() if self.statistics_only else BATCH_NORM) + (LAYER_NORM if self.include_layer_norm else ())
-
     def local_names(self, model: Mapping[str, Array]) -> frozenset[str]:
         """Return the names of the entries of ``model`` (name to array of any shape) that stay local.
 
@@ -118,7 +109,8 @@ class FedBNAggregation:
         if a model without statistics has layers whose type is unclear from their names.
         """
         names = _Names({name: tuple(_read(f"entry {name!r}", value).shape) for name, value in model.items()})
-        norms = names.find_normalization(self._layers, not self.statistics_only) if self.local is None else set()
+        layers = (() if self.statistics_only else BATCH_NORM) + (LAYER_NORM if self.include_layer_norm else ())
+        norms = names.find_normalization(layers, not self.statistics_only) if self.local is None else set()
         claims = {name: {name} & model.keys() for name in sorted(self.local or ())}
         claims |= {pattern: names.match([pattern]) for pattern in self.patterns}
         if self.include_layer_norm:
@@ -327,7 +319,3 @@ def _layer_name(name: str) -> str:
     starts = [word.start() for word in _WORD.finditer(name) if not word.group().isdigit()]
     end, _ = _find_pattern(name, RUNNING) or (max(starts, default=0), None)
     return name[:end]
-
-
-def __dir__() -> list[str]:
-    return __all__

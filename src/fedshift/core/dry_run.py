@@ -168,7 +168,7 @@ def _check_outputs(plan: Plan, sample: Tensor, task: Task, classes: int) -> None
         )
 
 
-def check_run(plan: Plan, sample: Tensor, task: Task | None = None, classes: int = 0) -> None:
+def check_run(plan: Plan, sample: Tensor, task: Task | None, classes: int) -> None:
     """Raise :class:`UsageError` unless the network fits frozen statistics and ``task``, and rules do what they declare.
 
     Args:
@@ -242,26 +242,21 @@ def _run_rounds(plan: Plan, x: Tensor, y: Tensor) -> None:
 
 def _train(plan: Plan, client: ClientState, server: ServerState, x: Tensor, y: Tensor) -> tuple[ClientState, Update]:
     """Return a client's state and upload after one step, and one step of each separate phase."""
+    count, key = plan.samples_before_work, x.new_ones((), dtype=torch.int64)
+    targets = y if any(bound.targets for bound in plan.rules) else y[:0]
 
     def take(job: LocalTrainingState, *phases: RulePhase | None) -> LocalTrainingState:
         for phase in phases:
-            job, _ = client_step_(plan, replace(job, separate_phase=phase), x, y, x.new_ones((), dtype=torch.int64))
+            job, _ = client_step_(plan, replace(job, separate_phase=phase), x, y, key)
         return replace(job, separate_phase=None)
 
-    job = client_init(plan, client, server, 1, _see(plan, x, y))
+    job = client_init(plan, client, server, 1, SamplesBeforeWork(targets, x[:count], y[:count], key))
     with _named(plan, "a step"):
-        if plan.before:
-            job = restart(plan, take(job, *plan.before))
+        if plan.phases["before"]:
+            job = restart(plan, take(job, *plan.phases["before"]))
             job = replace(job, params=plan.clone_for_training(job.params))
-        job = take(job, None, *plan.after)
+        job = take(job, None, *plan.phases["after"])
     return client_final(plan, job)
-
-
-def _see(plan: Plan, x: Tensor, y: Tensor) -> SamplesBeforeWork | None:
-    count, targets = plan.samples_before_work, y if any(bound.targets for bound in plan.rules) else y[:0]
-    if not plan.defines("start"):
-        return None
-    return SamplesBeforeWork(targets, x[:count], y[:count], x.new_ones((), dtype=torch.int64))
 
 
 @contextmanager
@@ -298,8 +293,10 @@ def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
     if hook == "combine_samples":
         failed += f", whose gradients torch.func computes one by one (in {plan.precision})"
     with _named(plan, f"{type(bound.rule).__name__}.{hook}()", failed):
-        if hook == "loss" and bound.features and bound.rule.needs_classes:
-            _require(_find_missing_vector(bound, arguments[1].features))
+        if hook == "loss" and bound.features and bound.rule.needs_classes and arguments[1].features.ndim != 2:
+            shape = tuple(arguments[1].features.shape[1:])
+            why = f"but the input of layer {bound.features!r} has shape {shape}: choose a model with a vector there"
+            raise UsageError(f"{bound.rule.source_method} needs one feature vector per sample, {why}")
         result = getattr(bound.rule, hook)(*arguments)
         returned = result if count > 1 and isinstance(result, tuple) else (result,)
         if len(returned) != count or not all(isinstance(value, kind) for value in returned):
@@ -311,15 +308,6 @@ def _run_hook(plan: Plan, bound: Declared, hook: str, *arguments: Any) -> Any:
         if hook != "combine_samples":  # whose samples are gone
             _require(_find_wrong_number(plan, _list_tensors(result), _list_tensors(arguments)))
     return result
-
-
-def _find_missing_vector(bound: Declared, z: Tensor) -> str:
-    if z.ndim == 2:
-        return ""
-    why = (
-        f"but the input of layer {bound.features!r} has shape {tuple(z.shape[1:])}: choose a model with a vector there"
-    )
-    return f"{bound.rule.source_method} needs one feature vector per sample, {why}"
 
 
 def _list_compared(

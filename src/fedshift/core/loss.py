@@ -190,9 +190,8 @@ class Loss:
         """Return the loss of a batch, a scalar."""
         if self.weights is None:
             return self.function(outputs, y, **dict(self.arguments))
-        require(
-            not self.uses_counts, f"{self}: {self.weights} weights come from label counts: call resolve(counts) first"
-        )
+        why = f"{self.weights} weights come from label counts: call resolve(counts) first"
+        require(not self.uses_counts, f"{self}: {why}")
         weights = torch.tensor(self.weights, dtype=outputs.dtype, device=outputs.device)
         return self.function(outputs, y, weights=weights, **dict(self.arguments))
 
@@ -205,10 +204,8 @@ class Loss:
         """
         if not isinstance(self.weights, str):
             if self.weights is not None and len(self.weights) != len(counts):
-                raise UsageError(
-                    f"{self.function.__name__}: {len(self.weights)} weights for {len(counts)} classes: give a number "
-                    "for each class"
-                ).about("loss")
+                what = f"{self.function.__name__}: {len(self.weights)} weights for {len(counts)} classes"
+                raise UsageError(f"{what}: give a number for each class").about("loss")
             return self
         n_K = [int(count) for count in counts]
         parts = sum(count > 0 for count in n_K) if self.weights == "balanced" else 1
@@ -287,10 +284,9 @@ def make_loss(function: Callable[..., Tensor], /, **arguments: Any) -> Loss:
     unknown = list(values)[len(takes) :]
     require(not unknown, f"{name} takes {', '.join(each.name for each in takes) or 'no arguments'}, not {unknown}")
     weights = values.pop("weights", None)
-    for argument, (holds, words) in ALLOWED.items():
-        require(
-            argument not in values or holds(values[argument]), f"{name}: {argument}={values.get(argument)!r} {words}"
-        )
+    for argument, value in values.items():
+        holds, words = ALLOWED[argument]
+        require(holds(value), f"{name}: {argument}={value!r} {words}")
     if isinstance(weights, str):
         counted = get_args(Counted) if "multilabel" not in tasks else ()
         known = ", ".join([*map(repr, counted), "a number for each class" if counted else "a number for each label"])
@@ -304,25 +300,12 @@ def make_loss(function: Callable[..., Tensor], /, **arguments: Any) -> Loss:
 
 
 def _refuse_arguments(loss: nn.Module) -> None:
-    """Raise :class:`UsageError` naming an unsupported argument of a loss module."""
-    name, reduction, ignored = (
-        type(loss).__name__,
-        getattr(loss, "reduction", "mean"),
-        getattr(loss, "ignore_index", -100),
-    )
-    require(
-        reduction == "mean", f"loss={name}(reduction={reduction!r}): a batch needs one number: use reduction='mean'"
-    )
-    require(
-        ignored == -100,
-        f"loss={name}(ignore_index={ignored}): every sample counts here: remove those samples from the data, and leave "
-        "ignore_index out",
-    )
-    require(
-        not list(loss.parameters()),
-        f"loss={name}(...) has parameters, which would never be trained: move them into the network, whose outputs the "
-        "loss receives",
-    )
+    name, reduction = f"loss={type(loss).__name__}", getattr(loss, "reduction", "mean")
+    require(reduction == "mean", f"{name}(reduction={reduction!r}): a batch needs one number: use reduction='mean'")
+    ignored, why = getattr(loss, "ignore_index", -100), "every sample counts here: remove those samples from the data"
+    require(ignored == -100, f"{name}(ignore_index={ignored}): {why}, and leave ignore_index out")
+    why = "which would never be trained: move them into the network, whose outputs the loss receives"
+    require(not list(loss.parameters()), f"{name}(...) has parameters, {why}")
 
 
 def _adapt(loss: Callable[..., Any], user_defined: bool) -> Callable[..., Any]:

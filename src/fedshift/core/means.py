@@ -7,25 +7,12 @@ order and cast back, so that results do not depend on scheduling.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from math import fsum
 
 import torch
 from torch import Tensor
 
-from ..utils.state import State, clone, drop_equal, pick
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class SummedUploads:
-    """The weighted sum of several clients' uploads, without the single uploads.
-
-    ``mean``: the sum over exactly the entries in the method's scope. ``nbytes``: size in bytes of one client's upload.
-    """
-
-    mean: StreamingMean
-    nbytes: int
-
+from ..utils.state import State, clone, drop_equal, nbytes, pick
 
 FEWEST_BOUNDED = 3
 """Minimum number of clients for which shares are bounded."""
@@ -48,6 +35,13 @@ class StreamingMean:
         self._sums: State = {}
         self._total = 0.0
         self._last: tuple[State, float] | None = None  # not added yet: the next state may be the same
+
+    @property
+    def nbytes(self) -> int:
+        """Size in bytes of one of the added states."""
+        if self._last:
+            return nbytes(self._last[0])
+        return sum(total.numel() * self._first[name].itemsize for name, total in self._sums.items())
 
     def add(self, state: State, weight: float) -> None:
         """Count ``state`` with ``weight`` (positive)."""

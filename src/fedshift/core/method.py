@@ -16,6 +16,7 @@ from typing import Any, Concatenate, Literal, NamedTuple, ParamSpec, Protocol, S
 from torch import nn
 
 from ..utils.errors import UsageError, unknown_name
+from ..utils.errors import require as require
 from .rule import GRADIENT_STAGES, Rule
 from .selection import Scope, Select, everything, nothing
 from .work import Work

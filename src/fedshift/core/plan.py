@@ -9,11 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
-from .declarations import RulePhase
+from .declarations import Phase, RulePhase
 from .method import Method
 from .network import Loss, Network
 from .optimizer import SGD
@@ -135,51 +135,40 @@ class Plan(Network):
         return plain and not self.defines("gradients") and self.estimator is None and not rules_train
 
     @cached_property
-    def before(self) -> tuple[RulePhase, ...]:
-        """Phases that train a rule's own parameters before the model's steps."""
-        return self._list_phases("before")
-
-    @cached_property
-    def after(self) -> tuple[RulePhase, ...]:
-        """Phases that train a rule's own parameters after the model's steps."""
-        return self._list_phases("after")
+    def phases(self) -> dict[str, tuple[RulePhase, ...]]:
+        """All phases by :attr:`Phase.when`; by default, own parameters are trained during all of the model's steps."""
+        phases: dict[str, tuple[RulePhase, ...]] = {"before": (), "during": (), "after": ()}
+        for index, bound in enumerate(self.rules):
+            own = any(phase.trains == "own" for phase in bound.phases)
+            for phase in bound.phases if own else (*bound.phases, Phase()):
+                phases[phase.when] += ((index, phase),)
+        return phases
 
     @cached_property
     def separate(self) -> frozenset[int]:
         """Positions of rules whose own parameters are trained in separate passes, where their loss runs."""
-        return frozenset(index for index, phase in (*self.before, *self.after))
-
-    @cached_property
-    def _during(self) -> tuple[RulePhase, ...]:
-        """Phases within the model's steps."""
-        return self._list_phases("during")
-
-    def _list_phases(self, when: Literal["before", "during", "after"]) -> tuple[RulePhase, ...]:
-        return tuple((index, phase) for index, bound in enumerate(self.rules) for phase in bound.list_phases(when))
+        return frozenset(index for index, phase in self.phases["before"] + self.phases["after"])
 
     @cached_property
     def phases_need_step_count(self) -> bool:
         """Whether the parameters trained in a step depend on the number of steps in the round."""
-        return any(phase.share != (0.0, 1.0) for _, phase in self._during)
+        return any(phase.share != (0.0, 1.0) for _, phase in self.phases["during"])
 
     def list_updates(self, job: LocalTrainingState) -> tuple[Updated, ...]:
         """Return the updates of the next step of ``job``, one of the model's steps or of a separate phase."""
-        if job.separate_phase:
-            active: tuple[RulePhase, ...] = (job.separate_phase,)
-        elif self.phases_need_step_count:
+        active = (job.separate_phase,) if job.separate_phase else self.phases["during"]
+        if self.phases_need_step_count and not job.separate_phase:
             step = job.done - job.start
-            active = tuple(each for each in self._during if each[1].covers(step, job.planned_steps))
-        else:
-            active = self._during
+            active = tuple(each for each in active if each[1].covers(step, job.planned_steps))
         kind = active, job.separate_phase is None
         if kind not in self._updates:
-            updates = self._list_updates(active, model=job.separate_phase is None)
+            updates = self._list_updates(*kind)
             self._updates[kind] = tuple(each for each in updates if each.names)
         return self._updates[kind]
 
-    def _list_updates(self, active: tuple[RulePhase, ...], *, model: bool) -> Iterator[Updated]:
+    def _list_updates(self, active: tuple[RulePhase, ...], model: bool) -> Iterator[Updated]:
         """Yield the parameters trained in the phases ``active``; ``model``: whether the model is trained, too."""
-        phased = frozenset[str]().union(*(phase.trains for _, phase in self._during if phase.trains != "own"))
+        phased = frozenset[str]().union(*(phase.trains for _, phase in self.phases["during"] if phase.trains != "own"))
         taken = self.trained - phased if model else frozenset[str]()
         yield Updated(taken, None, 1.0, decay=True)
         for index, phase in active:

@@ -270,11 +270,6 @@ class Declared:
         """Names of the rule's own entries in local training, by their names in the rule."""
         return {entry: f"{self.name}/{entry}" for entry in (*self.model, *self.params, *self.buffers)}
 
-    def list_phases(self, when: Literal["before", "during", "after"]) -> tuple[Phase, ...]:
-        """Return the phases at ``when``; by default, own parameters are trained during all steps of the model."""
-        own = any(phase.trains == "own" for phase in self.phases)
-        return tuple(phase for phase in (self.phases if own else (*self.phases, Phase())) if phase.when == when)
-
 
 Hook = Callable[[nn.Module, tuple[Tensor, ...]], None]
 """Called with a layer and its inputs, just before the layer runs."""

@@ -22,15 +22,11 @@ from ..utils.user_code import describe_error, find_import_path, identify_functio
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """A factor on the learning rate by round; the base class is constant."""
-
-    def factor(self, round: int) -> float:
-        """Return the factor in round ``round``, counted from 0."""
-        return 1.0
+    """The learning rate by round; the base class is constant."""
 
     def rate(self, lr: float, round: int) -> float:
         """Return the learning rate in round ``round``, counted from 0, of an optimizer with learning rate ``lr``."""
-        return lr * self.factor(round)
+        return lr
 
     def check(self, lr: float, rounds: int) -> None:
         """Raise :class:`UsageError` unless each of ``rounds`` rounds has a learning rate."""
@@ -45,10 +41,8 @@ class Schedule:
                     "round, counted from 0, that returns a factor, or a scheduler of torch with its arguments"
                 ).about("schedule") from error
             if not 0 <= rate < math.inf:
-                raise UsageError(
-                    f"schedule {self} gives the learning rate {rate} in round {round + 1}: it must be a number of 0 or "
-                    "more"
-                ).about("schedule")
+                what = f"schedule {self} gives the learning rate {rate} in round {round + 1}"
+                raise UsageError(f"{what}: it must be a number of 0 or more").about("schedule")
 
 
 CONSTANT = Schedule()
@@ -65,8 +59,8 @@ class StepDecay(Schedule):
         require(self.every >= 1, f"schedule step: every={self.every} must be at least 1")
 
     @override
-    def factor(self, round: int) -> float:
-        return self.gamma ** (round // self.every)
+    def rate(self, lr: float, round: int) -> float:
+        return lr * self.gamma ** (round // self.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +70,8 @@ class Exponential(Schedule):
     gamma: float
 
     @override
-    def factor(self, round: int) -> float:
-        return self.gamma**round
+    def rate(self, lr: float, round: int) -> float:
+        return lr * self.gamma**round
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,8 +86,9 @@ class Cosine(Schedule):
         require(0 <= self.floor <= 1, f"schedule cosine: floor={self.floor} must lie between 0 and 1")
 
     @override
-    def factor(self, round: int) -> float:
-        return self.floor + (1 - self.floor) * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds)) / 2
+    def rate(self, lr: float, round: int) -> float:
+        angle = math.pi * min(round, self.rounds) / self.rounds
+        return lr * (self.floor + (1 - self.floor) * (1 + math.cos(angle)) / 2)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
@@ -106,10 +101,6 @@ class CustomSchedule(Schedule):
     function: Callable[..., Any]
     arguments: Mapping[str, Any]
     _rates: dict[float, list[float]] = field(default_factory=dict, init=False, compare=False)
-
-    @override
-    def factor(self, round: int) -> float:
-        return self.rate(1.0, round)
 
     @override
     def rate(self, lr: float, round: int) -> float:
@@ -173,11 +164,9 @@ def _accept(schedule: object, _text: str | None) -> Schedule:
             "in a functools.partial, without an optimizer",
             Ref(schedule=schedule),
         )
-    require(
-        not (isinstance(function, type) and issubclass(function, ReduceLROnPlateau)),
-        "schedule ReduceLROnPlateau follows a measured value, but here the learning rate depends only on the round: "
-        "choose another schedule",
-    )
+    if isinstance(function, type) and issubclass(function, ReduceLROnPlateau):
+        why = "follows a measured value, but here the learning rate depends only on the round"
+        raise UsageError(f"schedule ReduceLROnPlateau {why}: choose another schedule")
     return CustomSchedule(function=function, arguments=arguments)
 
 

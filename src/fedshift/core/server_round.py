@@ -12,7 +12,7 @@ from dataclasses import replace
 from ..utils.errors import UsageError
 from ..utils.state import State, pick
 from .buffers import fit_spectral_norms
-from .means import StreamingMean, SummedUploads, bound_shares
+from .means import StreamingMean, bound_shares
 from .mixes import Mixes
 from .plan import Plan
 from .rule import Declared, Folded, Received, Server, average
@@ -66,16 +66,16 @@ class StreamingAggregator:
         self._arrived: dict[str, Update] = {}
         self._aggregated: list[tuple[str, Update]] = []
         self._mean = StreamingMean() if sums_suffice(plan) and sizes.max_share >= 1 else None
-        self._summed: SummedUploads | None = None
+        self._summed: StreamingMean | None = None
         self._whole = plan.whole & plan.sent
         self._taken, self._largest = pick(server.shared, self._whole), 0.0
 
-    def add(self, name: str, update: Update, summed: SummedUploads | None = None) -> None:
+    def add(self, name: str, update: Update, summed: StreamingMean | None = None) -> None:
         """Add the upload of one client; ``summed``: the sum with its averaged entries, if ``update`` lacks them."""
         self._arrived[name] = update
         if summed and summed is not self._summed:
             assert self._mean
-            self._mean.merge(summed.mean)
+            self._mean.merge(summed)
             self._summed = summed
         while self._pending and self._pending[-1] in self._arrived:
             self._aggregate(self._pending.pop())

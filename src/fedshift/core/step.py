@@ -26,22 +26,15 @@ SAMPLE_GRADIENTS = 2**27
 """Maximum size, in bytes, of the gradients of single samples in memory at a time."""
 
 
-def list_active(plan: Plan, job: LocalTrainingState) -> list[str]:
-    """Return the parameters that the next step of ``job`` trains, in order."""
-    active = frozenset[str]().union(*(each.names for each in plan.list_updates(job)))
-    return [name for name in job.params if name in active]
+def list_active(plan: Plan, job: LocalTrainingState) -> frozenset[str]:
+    """Return the parameters that the next step of ``job`` trains."""
+    return frozenset[str]().union(*(each.names for each in plan.list_updates(job)))
 
 
 def compute_objective(
-    plan: Plan,
-    job: LocalTrainingState,
-    params: State,
-    x: Tensor,
-    y: Tensor,
-    key: Tensor,
-    *,
+    plan: Plan, job: LocalTrainingState, params: State, x: Tensor, y: Tensor, key: Tensor, *,
     in_place: bool | None = None,
-) -> tuple[Tensor, Tensor, State]:
+) -> tuple[Tensor, Tensor, State]:  # fmt: skip
     """Return the training objective at ``params`` on one batch, the data loss, and the updated ``rest``. Pure.
 
     ``x [B, ...]``, ``y [B]``; ``key``: int64 scalar that keys dropout masks. In separate phases the model does not run,
@@ -82,8 +75,7 @@ def compute_gradients(
     if plan.estimator:
         grads, rest, loss = combine_samples(plan, job, x, y, key)
         return transform_gradients(plan, job, grads, key), rest, loss
-    active = frozenset[str]().union(*(each.names for each in plan.list_updates(job)))
-    with plan.resident(job.params, active) as leaves, torch.enable_grad():
+    with plan.resident(job.params, list_active(plan, job)) as leaves, torch.enable_grad():
         total, loss, rest = compute_objective(plan, job, {**job.params, **leaves}, x, y, key, in_place=True)
         total.backward()  # type: ignore[no-untyped-call]
         grads = {
@@ -111,7 +103,7 @@ def combine_samples(
 
     descend = torch.vmap(torch.func.grad_and_value(objective), in_dims=(None, 0, 0, 0), randomness="different")
     keys_B = key ^ draw_bits(derive_key(key, "keys of samples"), 0, len(y))
-    params = {name: job.params[name] for name in list_active(plan, job)}
+    params = pick(job.params, list_active(plan, job))
     together = max(1, SAMPLE_GRADIENTS // max(1, nbytes(params)))
     losses = []
 
@@ -173,10 +165,3 @@ def client_step_(
         grads, rest, loss = compute_gradients(plan, job, x, y, key)
     with timed_section("update"):
         return update_(plan, job, grads, rest, len(y)), loss
-
-
-def client_step(
-    plan: Plan, job: LocalTrainingState, x: Tensor, y: Tensor, key: Tensor
-) -> tuple[LocalTrainingState, Tensor]:
-    """Take :func:`client_step_` on a copy of the job. Pure."""
-    return client_step_(plan, replace(job, params=clone(job.params), optimizer=clone(job.optimizer)), x, y, key)

@@ -29,8 +29,6 @@ from ..utils.random_streams import stream
 Bounds = tuple[tuple[int, int], ...]
 AMOUNTS = ("epochs", "batches", "steps")
 """Units of the amount of local work."""
-CACHED_SAMPLES = 10_000
-"""Maximum number of a client's samples for which the order of an epoch is cached."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -120,12 +118,11 @@ def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps:
     if count == 1:
         yield from ((step, torch.arange(samples)) for step in steps)
         return
-    draw = _cached_order if len(steps) < count and samples <= CACHED_SAMPLES else _draw_order
     step = steps.start
     while step < steps.stop:
         epoch, first = divmod(step, count)
         batches = bounds[first : first + steps.stop - step]
-        order = draw(seed, client, epoch, samples)[batches[0][0] : batches[-1][1]]
+        order = _draw_order(seed, client, epoch, samples)[batches[0][0] : batches[-1][1]]
         yield from enumerate(order.split_with_sizes([stop - start for start, stop in batches]), step)
         step += len(batches)
 
@@ -151,6 +148,3 @@ def square_uses(
 
 def _draw_order(seed: int, client: str, number: int, samples: int) -> Tensor:
     return torch.from_numpy(stream(seed, "order", client, number).permutation(samples))
-
-
-_cached_order = lru_cache(maxsize=1024)(_draw_order)

@@ -157,7 +157,7 @@ def count_steps(plan: Plan, data: Data) -> tuple[int, int]:
 
 def count_passes(plan: Plan) -> int:
     """Count the epochs of a round that train parameters kept by rules instead of the model."""
-    return sum(phase.epochs for _, phase in (*plan.before, *plan.after))
+    return sum(phase.epochs for _, phase in (*plan.phases["before"], *plan.phases["after"]))
 
 
 def _is_on_cpu(data: Data) -> bool:

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from ..core.declarations import Phase
 from ..core.kernel import broadcast, client_init
-from ..core.means import SummedUploads
+from ..core.means import StreamingMean
 from ..core.network import forward
 from ..core.plan import Plan
 from ..core.states import ClientState, SamplesBeforeWork, ServerState, Update
@@ -62,7 +62,7 @@ class ClientResult:
     client: ClientState
     update: Update
     loss_sum: float
-    summed: SummedUploads | None = None
+    summed: StreamingMean | None = None
     rows: list[Row] | None = None
 
 

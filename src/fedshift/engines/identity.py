@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from ..core.kernel import client_init, init_client, init_server
 from ..core.loss import Loss
-from ..core.means import StreamingMean, SummedUploads
+from ..core.means import StreamingMean
 from ..core.network import compute_outputs, to_memory_format
 from ..core.optimizer import SGD
 from ..core.plan import Plan
@@ -28,7 +28,7 @@ from ..core.step import client_step_, update_
 from ..data.augmentation import Augmentation
 from ..data.samples import are_alike, gather_rows
 from ..utils.profiling import timed_section
-from ..utils.state import State, clone, move_together, nbytes, pick
+from ..utils.state import State, clone, move_together, pick
 from .engine import ClientResult, Data, Engine, find_broken, find_exchange, move_batches
 from .sequential import Sequential
 
@@ -69,8 +69,8 @@ class Identity(Engine):
         summed = None
         if not self.separate_uploads:
             averaged, shared = pick(shared, shared.keys() - plan.whole), pick(shared, plan.whole)
-            summed = SummedUploads(mean=StreamingMean(), nbytes=nbytes(averaged))
-            summed.mean.add(averaged, sum(raw))
+            summed = StreamingMean()
+            summed.add(averaged, sum(raw))
         sizes = [len(labels) for labels in y]
         sums = (per_client * torch.tensor(sizes)).tolist()
         for (name, client), size, loss_sum in zip(clients.items(), sizes, sums, strict=True):

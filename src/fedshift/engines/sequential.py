@@ -37,13 +37,13 @@ class Sequential(Engine):
         losses: list[Tensor] = []
         seed_generators(self.seed, "torch", name, client.steps)
         job = client_init(plan, client, server, len(batches), self.see(name, batches))
-        if plan.before:
-            job = restart(plan, self._take_separate(name, client, job, plan.before))
+        if plan.phases["before"]:
+            job = restart(plan, self._take_separate(name, client, job, plan.phases["before"]))
             job = replace(job, params=plan.clone_for_training(job.params))
         for batch in self.iterate(name, batches):
             job, loss = client_step_(plan, job, *batch)
             losses.append(loss)
-        done, update = client_final(plan, self._take_separate(name, client, job, plan.after))
+        done, update = client_final(plan, self._take_separate(name, client, job, plan.phases["after"]))
         per_step = torch.stack(losses).double().cpu()
         self.refuse_divergence(per_step, {**done.personal, **update.shared}, name, client, server)
         sizes = torch.tensor([len(index) for _, index in batches], dtype=torch.float64)

@@ -33,7 +33,7 @@ from ..core.kernel import (
     personal_entries,
     restart,
 )
-from ..core.means import StreamingMean, SummedUploads
+from ..core.means import StreamingMean
 from ..core.optimizer import SGD, TorchOptimizer
 from ..core.plan import Plan
 from ..core.probe import find_difference
@@ -85,7 +85,7 @@ class _Lane(NamedTuple):
     def of(cls, engine: Engine, name: str, client: ClientState) -> _Lane:
         batches, plan = engine.draw_batches(name, client), engine.plan
         before, after = (
-            [engine.draw_batches(name, client, each) for _, each in phases] for phases in (plan.before, plan.after)
+            [engine.draw_batches(name, client, phase) for _, phase in plan.phases[when]] for when in ("before", "after")
         )
         return cls(name, client, batches, before, after, [index.shape[0] for _, index in batches])
 
@@ -97,7 +97,7 @@ class Stacked(Engine):
         super().__post_init__()
         alike = self.plan.clients_differ_only_in_entries and sums_suffice(self.plan)
         self._is_summed = alike and not self.separate_uploads
-        self._deferrable = find_deferrable(self.plan, self.data) if self._is_summed else frozenset[str]()
+        self._deferrable = self._find_deferrable() if self._is_summed else frozenset[str]()
         self._count_lanes = cache(partial(count_lanes, self.plan, self.data))
         self.width = self._count_lanes(len(self.data))
         self._stepper = Stepper(self.plan)
@@ -118,13 +118,13 @@ class Stacked(Engine):
         with timed_section("data"):
             lanes = [_Lane.of(self, name, client) for name, client in clients.items()]
         lanes.sort(key=lambda lane: (len(lane.batches), lane.sizes, self._weigh(lane)), reverse=True)
-        on_cpu = next(iter(self.data.values())).y.device.type == "cpu"
-        threads = count_threads(len(lanes[0].batches)) if on_cpu else 1
+        on_cpu, steps = next(iter(self.data.values())).y.device.type == "cpu", len(lanes[0].batches)
+        threads = torch.get_num_threads() if on_cpu and steps >= LASTING else 1
         deferred, width, sizes = frozenset[str](), self.width, lanes[0].sizes
         kinds = [(lane.sizes, self._weigh(lane)) for lane in lanes]  # lanes that defer are averaged unweighted
         if kinds[0] == kinds[-1] and (deferred := choose_deferred(self.plan, self._deferrable, sizes)):
             width = self._count_lanes(len(lanes), deferred, sum(sizes))
-        width = even_width(len(lanes), width, threads)
+        width = ceil(len(lanes) / (ceil(len(lanes) / width / threads) * threads))  # chunks of even size for threads
         chunks = [lanes[start : start + width] for start in range(0, len(lanes), width)]
         for results in map_in_threads(partial(self._train_chunk, server, deferred), chunks, threads):
             yield from results
@@ -134,16 +134,16 @@ class Stacked(Engine):
     ) -> list[tuple[str, ClientResult]]:
         job, stack = self._load(server, lanes)
         updates = defer(stack[0], deferred, sum(lanes[0].sizes))
-        for number, phase in enumerate(self.plan.before):
+        for number, phase in enumerate(self.plan.phases["before"]):
             stack, _ = self._take_steps(
                 lanes, [lane.before[number] for lane in lanes], replace(job, separate_phase=phase), stack
             )
-        if self.plan.before:
+        if self.plan.phases["before"]:
             stack = self._restart(job, stack)
         stack, losses_KS = self._take_steps(lanes, [lane.batches for lane in lanes], job, stack, updates)
         means = {name: each.mean().expand(len(lanes), *each.w_OI.shape) for name, each in updates.items()}
         stack = {**stack[0], **means}, *stack[1:]
-        for number, phase in enumerate(self.plan.after):
+        for number, phase in enumerate(self.plan.phases["after"]):
             turns = [lane.after[number] for lane in lanes]
             stack, _ = self._take_steps(lanes, turns, replace(job, separate_phase=phase), stack)
         losses_KS = losses_KS.cpu()
@@ -158,13 +158,28 @@ class Stacked(Engine):
         finish = self._finish_together if self._is_summed else self._finish_separately
         return list(zip((lane.name for lane in lanes), finish(lanes, job, stack, sums), strict=True))
 
+    def _find_deferrable(self) -> frozenset[str]:
+        """Return the weights whose updates lanes can defer if only the sum of uploads is needed.
+
+        These are weights of linear layers that all lanes load and call once, on vectors, which is tested by one step.
+        """
+        smallest = min(self.data, key=lambda name: len(self.data[name]))
+        sizes = _Lane.of(self, smallest, init_client(self.plan)).sizes
+        chosen = choose_deferred(self.plan, self.plan.loaded & self.plan.trained, sizes)
+        return frozenset(name for name in chosen if _can_defer(self.plan, self.data, name))
+
     def _weigh(self, lane: _Lane) -> float:
         return self.plan.method.weigh(samples=len(self.data[lane.name]), used=sum(lane.sizes))
 
     def _load(self, server: ServerState, lanes: Sequence[_Lane]) -> tuple[LocalTrainingState, Stack]:
         """Return the first lane's job, for the state common to all lanes, and the stack of all lanes."""
         if not self.plan.clients_differ_only_in_entries:
-            jobs = [self._load_lane(broadcast(server, lane.name), lane) for lane in lanes]
+            seen = [self.see(lane.name, lane.batches) for lane in lanes]
+            with self._stepper.template:  # Rule.start may run the model
+                jobs = [
+                    load_state(self.plan, lane.client, broadcast(server, lane.name), 0, samples)
+                    for lane, samples in zip(lanes, seen, strict=True)
+                ]
             return jobs[0], _stack_jobs(self.plan, jobs)
         first = load_state(self.plan, lanes[0].client, server)
         kept = [personal_entries(self.plan, lane.client, server) for lane in lanes]
@@ -178,11 +193,6 @@ class Stacked(Engine):
             for state in (first.params, first.rest)
         )  # fmt: skip
         return first, (params, rest, optimizer, {}, *({} for _ in first.memory), start)
-
-    def _load_lane(self, server: ServerState, lane: _Lane) -> LocalTrainingState:
-        seen = self.see(lane.name, lane.batches)
-        with self._stepper.template:  # Rule.start may run the model
-            return load_state(self.plan, lane.client, server, 0, seen)
 
     def _restart(self, job: LocalTrainingState, stack: Stack) -> Stack:
         """Return the stack after :func:`restart` of each lane's model."""
@@ -242,23 +252,16 @@ class Stacked(Engine):
         plan, (params, rest, optimizer, *_) = self.plan, stack
         entries = {**params, **rest}
         sent = {name: entries[name] for name in plan.initial if name in plan.sent}
-        samples = [sum(lane.sizes) for lane in lanes]
-        whole, mean = pick(sent, plan.whole), StreamingMean()
-        averaged = pick(sent, sent.keys() - plan.whole)
+        summed = StreamingMean()
         with timed_section("aggregation"):
-            mean.add_stacked(averaged, list(map(self._weigh, lanes)))
-        summed = SummedUploads(mean=mean, nbytes=nbytes(averaged) // len(lanes))
+            summed.add_stacked(pick(sent, sent.keys() - plan.whole), list(map(self._weigh, lanes)))
         memory: tuple[State, ...] = ({},) * len(job.memory)
-        personal, shared = (_list_lanes(state, len(lanes)) for state in (pick(entries, plan.personal), whole))
-        kept = _list_lanes(optimizer if plan.optimizer.keep else {}, len(lanes))
-        for number, (lane, count, loss_sum) in enumerate(zip(lanes, samples, loss_sums, strict=True)):
-            client = ClientState(
-                personal=personal[number],
-                optimizer=kept[number],
-                memory=memory,
-                steps=lane.client.steps + len(lane.batches),
-            )
-            update = Update(shared=shared[number], memory=memory, weight=float(count), steps=len(lane.batches))
+        states = pick(entries, plan.personal), pick(sent, plan.whole), optimizer if plan.optimizer.keep else {}
+        rows = (_list_lanes(state, len(lanes)) for state in states)
+        for lane, loss_sum, personal, shared, kept in zip(lanes, loss_sums, *rows, strict=True):
+            steps, weight = len(lane.batches), float(sum(lane.sizes))
+            client = ClientState(personal=personal, optimizer=kept, memory=memory, steps=lane.client.steps + steps)
+            update = Update(shared=shared, memory=memory, weight=weight, steps=steps)
             yield ClientResult(client=client, update=update, loss_sum=loss_sum, summed=summed)
 
     def _finish_separately(
@@ -402,15 +405,6 @@ def _gather_lanes(data: Sequence[Samples], indices: Sequence[Tensor]) -> tuple[T
     return gather_rows(data, indices).reshape(*y_KR.shape[:2], *data[0].shape), y_KR
 
 
-def find_deferrable(plan: Plan, data: Data) -> frozenset[str]:
-    """Return the weights whose updates lanes can defer if only the sum of uploads is needed.
-
-    These are weights of linear layers that all lanes load and call once, on vectors, which is tested by one step.
-    """
-    chosen = choose_deferred(plan, plan.loaded & plan.trained, sizes_of_round(plan, min(map(len, data.values()))))
-    return frozenset(name for name in chosen if _can_defer(plan, data, name))
-
-
 def _can_defer(plan: Plan, data: Data, name: str) -> bool:
     """Return whether two lanes can take a step with deferred updates of the parameter ``name``."""
     split = next(iter(data.values()))
@@ -453,24 +447,6 @@ def choose_deferred(plan: Plan, names: frozenset[str], sizes: Sequence[int]) -> 
 def defer(params: State, names: frozenset[str], rows: int) -> Deferred:
     """Allocate ``rows`` rows for deferred updates of the parameters ``names``, which are equal in all lanes."""
     return {name: LaneUpdates(params[name][0].contiguous(), len(params[name]), rows) for name in sorted(names)}
-
-
-def sizes_of_round(plan: Plan, samples: int) -> list[int]:
-    """Return the batch sizes in a round of a client with ``samples`` samples."""
-    bounds = plan.work.batch_bounds(samples, plan.smallest_batch)
-    steps = plan.work.steps_of_round(0, len(bounds))
-    return [stop - start for start, stop in (bounds[step % len(bounds)] for step in steps)]
-
-
-def count_threads(steps: int) -> int:
-    """Return how many chunks of clients with ``steps`` steps are trained concurrently."""
-    return torch.get_num_threads() if steps >= LASTING else 1
-
-
-def even_width(clients: int, width: int, threads: int) -> int:
-    """Return the size of a chunk, at most ``width``, that distributes ``clients`` evenly over ``threads``."""
-    chunks = ceil(clients / width / threads) * threads
-    return ceil(clients / chunks)
 
 
 def count_lanes(plan: Plan, data: Data, clients: int, deferred: frozenset[str] = frozenset(), rows: int = 0) -> int:

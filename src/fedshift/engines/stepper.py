@@ -117,12 +117,8 @@ class Stepper:
         with self.template:
             if self.plan.estimator is None:
                 return _differentiate(self.plan, job, (params, rest, loaded, *memory), x, y, keys, factors)
-            combine = partial(_combine_lane, self.plan, job)
-            return *torch.vmap(combine)((params, rest, {}, loaded, *memory), x, y, keys), {}
-
-
-def _combine_lane(plan: Plan, job: LocalTrainingState, parts: Stack, *batch: Tensor) -> tuple[State, State, Tensor]:
-    return combine_samples(plan, replace_parts(job, parts), *batch)
+            combine = torch.vmap(lambda parts, *batch: combine_samples(self.plan, replace_parts(job, parts), *batch))
+            return *combine((params, rest, {}, loaded, *memory), x, y, keys), {}
 
 
 def _differentiate(

@@ -12,10 +12,9 @@ from dataclasses import field, replace
 import torch
 from torch import Tensor
 
-from ..core.method import Method, modifier
+from ..core.method import Method, modifier, require
 from ..core.rule import Declared, Network, Rule, State, Step
 from ..core.selection import last_layers
-from ..utils.errors import require
 from ..utils.words import join_some
 
 EPS = 1e-3

@@ -8,9 +8,8 @@ Normalization statistics are updated by the mixture in training.
 
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Rule, State, Step, View
-from ..utils.errors import require
 
 
 class Mixture(Rule):

@@ -6,8 +6,7 @@ clients (FedSMB, arXiv:2011.07006), it takes as many steps as the federation, wi
 
 from dataclasses import replace
 
-from ..core.method import Method, method
-from ..utils.errors import require
+from ..core.method import Method, method, require
 
 
 @method

@@ -7,9 +7,8 @@ statistics; the training and averaging of w are unaffected.
 
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step
-from ..utils.errors import require
 
 
 class PersonalModel(Rule):

@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from ..core.means import StreamingMean, cast_to
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Folded, Rule, Server, State
-from ..utils.errors import require
 from ..utils.random_streams import draw_secret_normal, stream
 from ..utils.state import clone, move_together, pick
 

@@ -15,9 +15,8 @@ from math import inf
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..nn.dropout import draw_uniform
-from ..utils.errors import require
 from ..utils.random_streams import draw_secret_normal
 from ..utils.state import State
 from .dp import GaussianNoise

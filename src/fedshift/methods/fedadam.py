@@ -7,9 +7,8 @@ from typing import Literal
 
 import torch
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Folded, Network, Rule, Server, State
-from ..utils.errors import require
 from ..utils.state import pick
 
 

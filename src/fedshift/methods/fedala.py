@@ -11,10 +11,9 @@ epochs over all data. A client that has never trained adopts all shared layers.
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step, View
 from ..core.selection import parse_selection
-from ..utils.errors import require
 from ..utils.state import add_prefix, entries_under, pick
 
 

@@ -17,10 +17,9 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Folded, Network, Rule, Server, State
 from ..core.selection import SELECTIONS, batch_norm, norm_statistics
-from ..utils.errors import require
 from ..utils.state import group_entries, join_states, pick
 
 Statistics = Mapping[str, State]

@@ -5,9 +5,8 @@ Hsu et al. 2019, arXiv:1909.06335, section 4.3: v = beta v + delta, w = w + lr v
 
 import torch
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Folded, Network, Rule, Server
-from ..utils.errors import require
 from ..utils.state import pick
 
 

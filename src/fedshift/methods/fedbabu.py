@@ -5,9 +5,8 @@ directions. A client's model is the global model, fully fine-tuned on the client
 model is evaluated or exported, and does not affect federated training.
 """
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.selection import parse_selection
-from ..utils.errors import require
 
 
 @method

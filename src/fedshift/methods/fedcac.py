@@ -18,9 +18,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Folded, Rule, Server, State
-from ..utils.errors import require
 from ..utils.state import add_prefix, group_entries
 
 ROUNDING = 64

@@ -6,9 +6,8 @@ features, inputs of the last layer. As in bytedance/FedDecorr, it is times (B - 
 
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Network, Rule, Step
-from ..utils.errors import require
 
 
 class Decorrelation(Rule):

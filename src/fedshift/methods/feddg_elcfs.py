@@ -4,8 +4,8 @@ Liu, Chen, Qin, Dou and Heng 2021 (CVPR), arXiv:2103.06030, with details from th
 (liuquande/FedDG-ELCFS). In each step, every image x of the batch also appears as x': its low-frequency amplitudes A
 become (1 - lambda) A + lambda A', where A' is sampled from the other clients' and lambda uniformly from 0..1; its
 phases are unchanged. With the gradient g of the loss L on x at weights w, the objective is L(w; x) + L(w - beta g; x'),
-in which g is a constant. If targets are masks, it includes boundary times a contrastive loss over mean features: those
-of contours, in x and x', are attracted to each other, and repelled from those of the background around them.
+in which g is a constant. If targets are masks, it includes boundary times a contrastive loss, which attracts mean
+features of contours, in x and x', to each other, and repels them from features of the background around them.
 
 The paper shares complete amplitudes and generates an image in the style of each other client; here only the used ones
 are exchanged, and a step samples one image. The code replaces the amplitude of the zero frequency (``L=0``); here it is
@@ -16,10 +16,10 @@ from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..core.means import cast_to, stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..nn.amplitude_norm import (
     AmplitudeNorm,
@@ -30,7 +30,7 @@ from ..nn.amplitude_norm import (
     sum_waves,
 )
 from ..nn.dropout import draw_uniform
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 
 CLIP = 100.0
 """Maximum absolute value in the gradient of the inner step, as in the authors' code."""
@@ -111,15 +111,11 @@ class SentAmplitudes(Rule):
         )
 
     def start(self, client: Client) -> State:
-        measured: State = {}
-
-        def measure(module: nn.Module, inputs: tuple[Tensor, ...]) -> None:  # noqa: ARG001
-            values = amplitudes(low_frequencies(inputs[0], self.frequencies))
-            index = torch.arange(self.observes, device=values.device) % client.samples
-            measured["sent"] = values[index].to(client.memory["amplitudes"].dtype)
-
-        client.run({"": measure})
-        return client.memory | measured
+        images: list[Tensor] = []
+        client.run({"": lambda _, inputs: images.append(inputs[0])})
+        measured = amplitudes(low_frequencies(images[0], self.frequencies))
+        index = torch.arange(self.observes, device=measured.device) % client.samples
+        return client.memory | {"sent": measured[index].to(client.memory["amplitudes"].dtype)}
 
     def loss(self, loss: Tensor, step: Step) -> Tensor:
         others = step.server["amplitudes"]

@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..core.means import weighted_mean
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
-from ..utils.errors import require
 from ..utils.state import add_prefix, entries_under, pick
 
 

@@ -10,9 +10,8 @@ instead. A client that sits out keeps h_k, and its part of h. All of this is of 
 
 import torch
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Server, State, Step
-from ..utils.errors import require
 from ..utils.state import pick
 
 

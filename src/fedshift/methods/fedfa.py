@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Folded, Network, Rule, Server, State
 from ..nn.dropout import Keyed, draw_normal, draw_uniform, take_draws
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 
 DRAWS = 5
 """Numbers of draws that a layer takes."""
@@ -141,7 +141,7 @@ def fedfa(base: Method, *, p: float = 0.5, momentum: float = 0.01, layers: str |
     """Change mean and deviation of feature maps in the local work of ``base`` as clients and federation differ.
 
     ``p``: probability that a layer acts on a batch, in [0, 1]. ``momentum``: fraction by which moving means move toward
-    a batch's, in (0, 1]. ``layers``: those in front of which feature maps are changed, a pattern such as
+    a batch's, in (0, 1]. ``layers``: layers in front of which maps are changed, a pattern such as
     ``"layer[23].*.conv1"``; None: all convolutions but the first, and the pooling or flattening that ends the maps.
     """
     require(0 <= p <= 1, f"p={p:g}: give a probability in [0, 1]")

@@ -11,9 +11,8 @@ averaged.
 import torch
 
 from ..core.means import cast_to, stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Folded, Rule, Server
-from ..utils.errors import require
 
 
 class MaskedMean(Rule):

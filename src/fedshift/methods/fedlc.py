@@ -1,16 +1,15 @@
 """FedLC: scores are calibrated by the client's class frequencies, so that rare classes keep a margin.
 
-Zhang et al. 2022, arXiv:2209.00189: the loss is that of the scores f_i - tau * n_i^(-1/4) for n_i training samples of
-class i, at least 1e-12. The paper's softmax leaves out the true class; here it is whole, as in bytedance/FedDecorr.
+Zhang et al. 2022, arXiv:2209.00189: the loss reads the scores f_i - tau * n_i^(-1/4) for n_i training samples of class
+i, at least 1e-12. The paper's softmax leaves out the true class; here it is whole, as in bytedance/FedDecorr.
 """
 
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Rule, State, Step
 from ..core.selection import find_classifier
-from ..utils.errors import require
 
 
 class CalibratedScores(Rule):

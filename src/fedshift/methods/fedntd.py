@@ -1,15 +1,15 @@
 """FedNTD: clients keep what the server's model knows of the classes that a sample does not have.
 
 Lee et al. 2022, arXiv:2106.03097: the loss includes beta times the mean divergence of softmax(scores / tau) without the
-true class from that of the model that the round began with. As in Lee-Gihun/FedNTD, it is not multiplied by tau^2.
+true class from the same of the model at the beginning of the round; as in Lee-Gihun/FedNTD, it is not times tau^2.
 """
 
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Rule, Step
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 
 
 class NotTrueDistillation(Rule):

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 
 from ..analysis.statistics import Floats
 from ..core.means import stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Send, Server, State, Step
 from ..core.selection import name_classifier
-from ..utils.errors import require
 from .fedproto import Prototypes
 from .fedrep import HeadThenBody
 
@@ -36,7 +35,7 @@ SMALLEST = 1e-3
 class AlignedFeatures(Prototypes):
     """A pull of strength ``lam`` to class prototypes, and mixes of classifiers of least expected error.
 
-    The server keeps the weighted means that each client sent last. ``epochs``: those of a round in which all samples
+    The server keeps the weighted means that each client sent last. ``epochs``: epochs of a round, in which all samples
     are seen before the features' parameters move. ``body``: those that clients load and train; ``head``: the
     classifier's entries.
     """
@@ -59,6 +58,11 @@ class AlignedFeatures(Prototypes):
             raise network.refuse_kept("FedPAC mixes classifiers of clients", kept)
         early = {"early_sums": zeros_KD.clone(), "early_squares": zeros_K, "early_counts": zeros_K.clone()}
         early["start"] = torch.zeros_like(_sum_weights(network.params, body))
+        sees_all = network.work.batch_size is None or (network.work.epochs or 0) >= self.epochs
+        few = (
+            f"{network.label} compares clients by the samples that a round uses until the features are trained, "
+            f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples"
+        )
         described = Send.like({"weighted_means": zeros_KD}, "class") | Send.like({"variance": zero}, "client")
         return replace(
             bound,
@@ -66,15 +70,7 @@ class AlignedFeatures(Prototypes):
             buffers={**bound.buffers, **early},
             memory={**bound.memory, "class_sizes": zeros_K.clone()},
             sends={**bound.sends, **described},
-            notices=self._warn(network),
-        )
-
-    def _warn(self, network: Network) -> tuple[str, ...]:
-        if network.work.batch_size is None or (network.work.epochs or 0) >= self.epochs:
-            return ()
-        return (
-            f"{network.label} compares clients by the samples that a round uses until the features are trained, "
-            f"which may be few and lack classes: with --epochs {self.epochs}, or a larger head, they are all samples",
+            notices=() if sees_all else (few,),
         )
 
     def start(self, client: Client) -> State:

@@ -2,8 +2,8 @@
 
 Wang, Bian, Zhang, Chen and Xu, NeurIPS 2024, arXiv:2403.09048; formulas from the authors' public code
 (TriStonesWang/FedPLVM). A client clusters its features of each class, a round's last ones as seen in its steps, by
-FINCH and sends the clusters' means; the server clusters those of all clients as in ``fpl``, and u_k is the plain mean
-of class k's clusters' means. For each sample with feature z and class k, the loss includes lam times -log(sum over
+FINCH and sends the clusters' means; the server clusters all clients' means as in ``fpl``, and u_k is the plain mean of
+class k's clusters' means. For each sample with feature z and class k, the loss includes lam times -log(sum over
 clusters of k of exp(cos(z, p)^alpha / tau) / the same sum over all clusters) + 2 (1 - cos(z, u_k))^2. Powers alpha
 below 1 raise small similarities, so that features that are merely less similar to other classes' prototypes are still
 pushed away.
@@ -16,9 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import cosine_similarity
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Send, State, Step
-from ..utils.errors import require
 from .fpl import ClusterPrototypes
 
 SMALLEST = 1e-3

@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from ..core.means import stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..core.selection import find_classifier
-from ..utils.errors import require
 
 
 class Prototypes(Rule):

@@ -5,9 +5,8 @@ mu * (w - w_t) is added here in closed form. It applies to the entries that the 
 client has no w_t.
 """
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Rule, State, Step
-from ..utils.errors import require
 
 
 class Proximal(Rule):

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvNd
 
 from ..core.means import cast_to, stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..core.selection import of_type
 from ..nn.amplitude_norm import AmplitudeNorm
 from ..nn.dropout import draw_bits
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 
 KINDS = ("mean", "deviation")
 

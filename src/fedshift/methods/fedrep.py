@@ -5,10 +5,9 @@ By default the steps of a round are divided in that ratio, so that FedRep has th
 ``head_epochs`` and ``body_epochs`` follow the paper.
 """
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Network, Phase, Rule
 from ..core.selection import parse_selection
-from ..utils.errors import require
 
 
 class HeadThenBody(Rule):

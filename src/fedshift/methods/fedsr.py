@@ -17,12 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Network, Phase, Rule, Step
 from ..core.selection import entries, find_classifier
 from ..nn.dropout import Keyed, draw_normal, take_draws
 from ..nn.surgery import replace_modules
-from ..utils.errors import require
 
 
 class Sampler(Keyed):

@@ -6,8 +6,7 @@ training and testing normalize identically, and a sample's gradient no longer de
 
 from dataclasses import replace
 
-from ..core.method import Method, method
-from ..utils.errors import require
+from ..core.method import Method, method, require
 
 
 @method

@@ -32,7 +32,7 @@ class FeatureScaling(nn.Module):
 
 @dataclass(frozen=True)
 class ScaleFeatures:
-    """The surgery that puts a FeatureScaling before the classifier, whatever put the classifier there."""
+    """The surgery that puts a FeatureScaling before the classifier, after all other surgery."""
 
     stage: ClassVar[int] = 2
 

@@ -7,8 +7,8 @@ similarity, connected components are clusters, and the clusters' means are clust
 with more than one cluster, or the first. A class's unbiased prototype is the plain mean of its clusters' means, so that
 a domain counts equally for any number of clients. For each sample with feature z and class k, the loss includes the
 mean square of z minus the unbiased prototype of k, and -log(sum over clusters of k of exp(cos(z, p) / tau) / the same
-sum over all clusters). Clients' prototypes are those of ``fedproto``; a class that no client sends in a round has none
-in the next, as in that code.
+sum over all clusters). Clients' prototypes are defined in ``fedproto``; a class that no client sends in a round has
+none in the next, as in that code.
 """
 
 from collections.abc import Sequence
@@ -22,9 +22,8 @@ from torch import Tensor
 from torch.nn.functional import normalize
 from torch.nn.utils.rnn import pad_sequence
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Folded, Network, Server, State
-from ..utils.errors import require
 from .fedproto import Prototypes
 
 UNUSED = -1e9

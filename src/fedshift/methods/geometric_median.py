@@ -9,9 +9,8 @@ other entries are averaged with the same beta.
 import torch
 
 from ..core.means import squared_distances, stack_entry, weighted_mean
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Folded, Rule, Server
-from ..utils.errors import UsageError
 from .median import ROBUST
 
 TOLERANCE = 1e-12
@@ -27,8 +26,8 @@ class GeometricMedian(Rule):
     needs_entries_only = ROBUST
 
     def __post_init__(self) -> None:
-        if self.steps < 1 or not self.nu > 0:
-            raise UsageError(f"steps={self.steps}, nu={self.nu:g}: give steps of 1 or more, and nu above 0")
+        allowed = self.steps >= 1 and self.nu > 0
+        require(allowed, f"steps={self.steps}, nu={self.nu:g}: give steps of 1 or more, and nu above 0")
 
     def fold(self, server: Server) -> Folded:
         states, names = [each.entries for each in server.received], server.network.trained & server.network.sent

@@ -3,9 +3,8 @@
 Hsieh et al. 2020, arXiv:1910.00189; numbers of groups as in FedWon (arXiv:2306.05879), tables 5 and 6 and appendix A.2.
 """
 
-from ..core.method import Method, modifier
+from ..core.method import Method, modifier, require
 from ..nn.surgery import BatchNormToGroupNorm
-from ..utils.errors import require
 
 
 @modifier

@@ -4,7 +4,8 @@ Le, Ho, Do, Le-Phuoc and Wong 2024 (CVPR), arXiv:2403.15605, by its abstract and
 (lhkhiem28/gPerXAN). Each BatchNorm of feature maps becomes b BN(x) + i IN(x), where (b, i) is the softmax of two scores
 that are trained and start equal. InstanceNorm removes a client's style, BatchNorm keeps information about classes. BN
 and its score stay on the client, as does BatchNorm of vectors; all other entries are averaged. With the features z of a
-batch, the loss L includes lam times that of the loaded classifier, which is held constant: L(W z) + lam L(W_loaded z).
+batch, the loss L includes lam times the loss of the loaded classifier, which is held constant: L(W z) + lam L(W_loaded
+z).
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Network, Rule, Step
 from ..core.selection import batch_norm, name_classifier, name_matches, of_type
 from ..nn.recognition import Function, torch_kind
 from ..nn.surgery import BATCH_NORM, replace_modules, take_place
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 
 MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
     nn.BatchNorm2d: nn.InstanceNorm2d, nn.SyncBatchNorm: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d,

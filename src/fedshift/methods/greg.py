@@ -12,10 +12,10 @@ from dataclasses import field, replace
 
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Declared, Network, Rule, Step
 from ..core.selection import norm_statistics
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 from ..utils.state import pick
 
 

@@ -14,11 +14,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State, Step
 from ..nn.amplitude_norm import AmplitudeNorm, find_first_convolution
 from ..nn.surgery import replace_modules
-from ..utils.errors import UsageError, require
+from ..utils.errors import UsageError
 
 
 @dataclass(frozen=True)

@@ -16,12 +16,11 @@ import torch
 from torch import Tensor, nn
 
 from ..core.means import cast_to, stack_entry
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Folded, Network, Rule, Send, Server, State
 from ..core.selection import hybrid_factors
 from ..nn.hybrid_batch_norm import HybridBatchNorm
 from ..nn.surgery import BatchNormToHybrid
-from ..utils.errors import require
 
 KINDS = ("mean", "var")
 GROUPS = ("global", "running")

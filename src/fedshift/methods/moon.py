@@ -10,9 +10,8 @@ at first the initial one, so that the first round equals FedAvg's if all clients
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Rule, State, Step
-from ..utils.errors import require
 
 
 class PreviousModel(Rule):

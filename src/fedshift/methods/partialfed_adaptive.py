@@ -12,11 +12,10 @@ from dataclasses import field, replace
 import torch
 from torch import Tensor
 
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Client, Declared, Network, Phase, Rule, State, Step
 from ..core.selection import norm_statistics
 from ..nn.dropout import draw_uniform
-from ..utils.errors import require
 from ..utils.state import add_prefix, entries_under, pick
 
 

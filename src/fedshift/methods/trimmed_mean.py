@@ -4,9 +4,8 @@ Yin et al. 2018, arXiv:1803.01498, option II. Clients count equally.
 """
 
 from ..core.means import compute_trimmed_mean
-from ..core.method import Method, method
+from ..core.method import Method, method, require
 from ..core.rule import Folded, Rule, Server
-from ..utils.errors import require
 from .median import ROBUST
 
 
