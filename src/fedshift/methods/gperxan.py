@@ -62,7 +62,6 @@ local_norm = replace(batch_norm | (of_type(AssembledNorm) & name_matches("*batch
 class Assemble:
     """Surgery that adds an InstanceNorm to every BatchNorm of feature maps."""
 
-    decides_normalization: ClassVar[bool] = True
     replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:

@@ -106,7 +106,6 @@ class _BatchNormReplacement:
     """Surgery that replaces every BatchNorm by a layer of the type ``what``."""
 
     what: ClassVar[str]
-    decides_normalization: ClassVar[bool] = True
     replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
@@ -175,7 +174,6 @@ class RemoveNorm:
     """
 
     required: bool = True
-    decides_normalization: ClassVar[bool] = True
     replaced: ClassVar[tuple[Function, ...]] = FUNCTIONS
 
     def __str__(self) -> str:
