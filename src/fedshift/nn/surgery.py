@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -92,13 +91,22 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
         )
 
 
-def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the layer of ``make`` followed by the parts of ``layer``; refuse an unrecognized ``layer``."""
-    parts = require_understood(name, layer, what)
-    if not parts:
-        return make()
-    first = "norm" if "norm" not in parts else "norm_"
-    return nn.Sequential(OrderedDict({first: make(), **parts}))
+def replace_layers(
+    module: nn.Module, kinds: tuple[type[nn.Module], ...], what: str, make: Callable[[Any], nn.Module]
+) -> nn.Module:
+    """Replace each layer of ``kinds`` in ``module`` by ``make(layer)``, ``what``, followed by the layer's other parts.
+
+    Raises :class:`UsageError` if a layer computes something else than torch's of its type.
+    """
+
+    def place(name: str, layer: nn.Module) -> nn.Module | None:
+        if not isinstance(layer, kinds):
+            return None
+        parts = require_understood(name, layer, what)
+        first = "norm" if "norm" not in parts else "norm_"
+        return nn.Sequential(OrderedDict({first: make(layer), **parts})) if parts else make(layer)
+
+    return replace_modules(module, place)
 
 
 @dataclass(frozen=True)
@@ -117,12 +125,7 @@ class _BatchNormReplacement:
             foreign = (name for name, layer in module.named_modules() if has_foreign_statistics(layer))
             only = next((f" of torch's, but layer {name!r}: make it one of them" for name in foreign), ": remove it")
             raise UsageError(f"{self.what} replaces BatchNorm, but the model has none{only}")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm):
-            return None
-        return take_place(name, layer, self.what, partial(self._convert, layer))
+        return replace_layers(module, (_BatchNorm,), self.what, self._convert)
 
     @abstractmethod
     def _convert(self, layer: _BatchNorm) -> nn.Module:
@@ -191,17 +194,13 @@ class RemoveNorm:
         if not removed and self.required:
             raise UsageError("the method removes normalization, but the model has none: choose another method")
         channels = {_count_channels(layer) for layer in removed}
-        module = replace_modules(module, _make_identity)
+        module = replace_layers(module, NORMALIZATION, "nothing", lambda _: nn.Identity())
         for layer in module.modules():
             if isinstance(layer, _ConvNd | nn.Linear) and layer.bias is None:
                 width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
                 if width in channels:
                     layer.bias = nn.Parameter(torch.zeros(width, dtype=layer.weight.dtype, device=layer.weight.device))
         return module
-
-
-def _make_identity(name: str, layer: nn.Module) -> nn.Module | None:
-    return take_place(name, layer, "nothing", nn.Identity) if isinstance(layer, NORMALIZATION) else None
 
 
 def is_foreign_normalization(layer: nn.Module) -> bool:
