@@ -26,7 +26,7 @@ from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .checks import REMOVE, check_batch_size, check_composition, check_network, check_plan, select_entries
 from .dry_run import check_normalization, check_run, explained_errors, find_smallest_batch
-from .method import Method, decides_normalization
+from .method import Method, find_replaced
 from .network import Loss, Precision, Traits
 from .optimizer import SGD, Optimizer
 from .plan import Plan
@@ -110,7 +110,7 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
 
 def change_layers(method: Method, module: nn.Module) -> nn.Module:
     """Return ``module`` after the method's surgery, which changes it in place; errors name the method."""
-    replacements = list(filter(decides_normalization, method.surgery))
+    replacements = list(filter(find_replaced, method.surgery))
     if len(replacements) > 1:
         both = method.norm_replacers or " and ".join(map(str, replacements))
         raise UsageError(f"method {method.label!r}: {both} both replace normalization layers{REMOVE}")
