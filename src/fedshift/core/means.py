@@ -95,7 +95,7 @@ class StreamingMean:
         }
 
     def _begin(self, first: State) -> None:
-        """Allocate sums for states like ``first``, of which float64 entries are kept."""
+        """Allocate sums for states like ``first``, and keep its float64 entries."""
         for name, entry in first.items():
             self._first[name] = entry if entry.dtype == torch.float64 else entry.new_empty(0)
             self._sums[name] = torch.zeros(entry.shape, dtype=torch.float64, device=entry.device)

@@ -180,7 +180,7 @@ class Rule:
         return loss
 
     def combine_samples(self, samples: Iterable[State], key: Tensor) -> State:
-        """Return the gradients of a batch, given those of its samples in chunks ``[samples, ...]``, before other hooks.
+        """Return the gradients of a batch, given its samples' gradients in chunks ``[samples, ...]``, before other hooks.
 
         ``key``: int64 scalar that keys random draws. Without a rule that defines it, they are the mean over samples.
         """
@@ -198,7 +198,7 @@ class Rule:
         return client.memory, {}
 
     def fold(self, server: Server) -> Folded:
-        """Return what the server makes of a round: the rule's state there, and new entries.
+        """Return the server's result of a round: the rule's state there, and new entries.
 
         Entries are all that clients send if the rule ``aggregates``, the trained ones that clients load if it
         ``moves`` them, otherwise :attr:`Declared.sets`.
@@ -544,7 +544,7 @@ class Received:
 class Server:
     """The server after a round, and ``before`` it.
 
-    ``memory`` and ``kept``: the rule's states on the server, of which ``kept`` is not sent. ``uploads``: tensors that
+    ``memory`` and ``kept``: the rule's states on the server; ``kept`` is not sent. ``uploads``: tensors that
     clients sent for the rule, in the order of their names. ``received``: all uploads, in the same order.
     """
 

@@ -161,7 +161,7 @@ def _check_declared(plan: Plan, bound: Declared, folded: Folded) -> None:
 
 
 def _mix(plan: Plan, bound: Declared, received: Sequence[Received], weights: Mapping[str, State]) -> Mixes:
-    """Return mixes of the entries that clients load, but for those that rules make; raise :class:`UsageError`."""
+    """Return mixes of the entries that clients load, except those that rules make; raise :class:`UsageError`."""
     loaded = plan.loaded - plan.made - plan.whole
     mixes = Mixes(uploads=tuple(pick(each.entries, loaded) for each in received), weights=weights)
     mixes.check(f"method {plan.method.label!r}: {bound.rule.source_method}")
