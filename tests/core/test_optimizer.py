@@ -186,7 +186,7 @@ CYCLE = partial(RATES.OneCycleLR, max_lr=0.3, total_steps=9, cycle_momentum=Fals
         (warm_up, partial(RATES.LambdaLR, lr_lambda=warm_up)),
         (CYCLE, CYCLE),
     ],
-    ids=lambda value: repr(value),
+    ids=lambda value: "" if isinstance(value, partial) else getattr(value, "__name__", repr(value)),
 )
 def test_schedules_equal_torchs(ours, theirs):
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=0.2)
