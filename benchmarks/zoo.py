@@ -60,7 +60,7 @@ from fedshift.engines.spread import Pool  # noqa: E402
 from fedshift.experiments.settings import Settings, make_plan  # noqa: E402
 from fedshift.models import MODELS, make_network  # noqa: E402
 from fedshift.nn.hybrid_batch_norm import HybridBatchNorm  # noqa: E402
-from fedshift.nn.surgery import replace_modules, take_place  # noqa: E402
+from fedshift.nn.surgery import replace_layers  # noqa: E402
 from fedshift.utils.errors import UsageError  # noqa: E402
 from fedshift.utils.execution.workers import Workers  # noqa: E402
 from fedshift.utils.state import State, clone, is_equal  # noqa: E402
@@ -193,17 +193,15 @@ def compare(made: nn.Module, x: torch.Tensor, expected: torch.Tensor) -> None:
 def check_identity(network: nn.Module, x: torch.Tensor) -> None:
     """Exchange each normalization that is understood for an equal one, and compare outputs and entries."""
 
-    def exchange(name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm):
-            return None
+    def exchange(layer: _BatchNorm) -> nn.Module:
         same = nn.BatchNorm3d(layer.num_features, layer.eps, affine=layer.affine).double()
         same._check_input_dim = lambda _: None  # type: ignore[method-assign]
         same._parameters.update(layer._parameters)
         same._buffers.update(layer._buffers)
-        return take_place(name, layer, "the same", lambda: same)
+        return same
 
     expected = network(x)
-    surgery = partial(replace_modules, make=exchange)
+    surgery = partial(replace_layers, kinds=(_BatchNorm,), what="the same", make=exchange)
     changed = apply_surgery(Method(surgery=(surgery,)), network).eval()
     if count_layers(network) != count_layers(changed):
         raise WrongError("identical layers change the count of others")

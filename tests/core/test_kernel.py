@@ -1,4 +1,4 @@
-"""The kernel's functions alone: purity, vmap, rules that chain with memories of their own, and refusals."""
+"""The kernel's functions alone: rules that chain with memories of their own, and refusals."""
 
 from dataclasses import replace
 
@@ -9,7 +9,6 @@ from torch import nn
 from fedshift.core.declarations import Send
 from fedshift.core.kernel import client_final, client_init, init_client, init_server
 from fedshift.core.method import Method
-from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.core.rule import Declared, Folded, Rule
@@ -33,12 +32,6 @@ def network():
 
 def plan_of(method, model=None, optimizer=None):
     return prepare(method, model or network(), work=Work(epochs=1), optimizer=optimizer or SGD(lr=0.1, momentum=0.9))
-
-
-def batch(seed, size=6):
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(size, 1, 5, 5, dtype=torch.float64, generator=generator)
-    return x, torch.randint(0, 4, (size,), generator=generator)
 
 
 class Counting(Rule):
@@ -92,24 +85,6 @@ def test_rules_chain_in_order_and_never_meet():
     assert server.memory == ({"total": 1.5}, {"total": 7.5})
 
 
-def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
-    class Scratch(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(2, 2)
-            self.register_buffer("calls", torch.zeros(()), persistent=False)
-
-        def forward(self, x):
-            self.calls += 1
-            return self.layer(x) + self.calls
-
-    plan = plan_of(fedavg(), Scratch())
-    x = torch.randn(3, 2)
-    first, second = forward(plan, plan.initial, x, training=True), forward(plan, plan.initial, x)
-    assert torch.equal(first, second)
-    assert "calls" not in plan.initial
-
-
 @pytest.mark.parametrize(
     ("make", "message"),
     [
@@ -119,7 +94,6 @@ def test_evaluation_changes_nothing_and_hidden_buffers_do_not_leak():
             lambda: plan_of(Method(name="odd", scope=Scope(send=~name_matches("0.*")))),
             "loads '0.bias', which no client sends",
         ),
-        (lambda: plan_of(fedavg(), network().requires_grad_(False)), "trains no parameter"),
         (
             lambda: prepare(
                 fedavg(), nn.Sequential(nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4)), optimizer=SGD(lr=0.1),
@@ -142,19 +116,3 @@ def test_one_sample_is_refused_only_by_models_that_cannot_train_on_it(model, sma
     model = nn.Sequential(model, nn.Flatten(), nn.Linear(2, 2))
     plan = prepare(fedavg(), model, optimizer=SGD(lr=0.1), sample=torch.zeros(1, 2))
     assert plan.smallest_batch == smallest
-
-
-def test_a_network_that_decides_itself_what_training_mode_means_is_asked():
-    class Stubborn(nn.Sequential):
-        def train(self, mode=True):
-            super().train(mode)
-            self[1].eval()
-            return self
-
-    plan = plan_of(fedavg(), model=Stubborn(*network()).double())
-    job = client_init(plan, init_client(plan), init_server(plan))
-    after, _ = client_step_(plan, job, *batch(0), KEY)
-    assert torch.equal(after.rest["1.running_mean"], job.rest["1.running_mean"])
-    plain = plan_of(fedavg())
-    moved, _ = client_step_(plain, client_init(plain, init_client(plain), init_server(plain)), *batch(0), KEY)
-    assert not torch.equal(moved.rest["1.running_mean"], job.rest["1.running_mean"])

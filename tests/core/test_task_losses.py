@@ -135,9 +135,8 @@ def test_losses_of_labels_are_torchs_and_their_formula():
     assert make_loss(binary_cross_entropy)(scores, y).item() == pytest.approx(expected, rel=1e-12)
     p, weight = scores.sigmoid(), torch.tensor(WEIGHTS, dtype=torch.float64)
     terms = -weight * y * p.log() - (1 - y) * (1 - p).log()
-    assert make_loss(binary_cross_entropy, weights=WEIGHTS)(scores, y).item() == pytest.approx(
-        terms.mean().item(), rel=1e-12
-    )
+    found = make_loss(binary_cross_entropy, weights=WEIGHTS)(scores, y)
+    assert found.item() == pytest.approx(terms.mean().item(), rel=1e-12)
     missing = torch.where(y == 1, 1 - p, p)
     found = make_loss(binary_focal, gamma=1.5, weights=WEIGHTS)(scores, y)
     assert found.item() == pytest.approx((missing**1.5 * terms).mean().item(), rel=1e-12)

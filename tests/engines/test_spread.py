@@ -23,7 +23,6 @@ from fedshift.engines.sequential import Sequential
 from fedshift.engines.spread import Pool, Ray
 from fedshift.utils.errors import FedshiftError, UsageError
 from fedshift.utils.execution.executor import InProcess
-from fedshift.utils.profiling import record_seconds
 from fedshift.utils.state import is_equal
 from tests.engines.conftest import (
     BOB,
@@ -34,7 +33,6 @@ from tests.engines.conftest import (
     divergence_of,
     outcomes,
     plan_of,
-    rounds,
     trial,
     when,
 )
@@ -125,13 +123,6 @@ def test_an_engine_without_an_executor_opens_its_own_and_ends_it(monkeypatch):
     assert closed == opened
 
 
-@BOTH
-def test_seconds_of_the_lanes_count_for_whoever_records(spread_over, engine):
-    with record_seconds() as seconds:
-        outcomes(spread_over(engine, plan_of()))
-    assert {"transfer", "data", "forward and backward", "update"} <= seconds.keys()
-
-
 @pytest.mark.slow
 def test_only_a_clients_own_samples_travel_to_other_hosts(spread_over):
     engine = spread_over("ray", plan_of())
@@ -196,22 +187,6 @@ def test_divergence_is_told_as_by_the_sequential_engine(spread_over, engine):
     told = divergence_of(partial(spread_over, engine))
     assert told == divergence_of(lambda plan: Sequential(plan, DATA, 0))
     assert "client 'cid', round 1, step 3 of 3" in told[1]
-
-
-@pytest.mark.slow
-@BOTH
-def test_a_round_stopped_half_way_leaves_no_answer_for_the_next(begin, engine):
-    def stop(client, loss):
-        heard.append(client)
-        raise KeyboardInterrupt
-
-    running, heard = begin(engine), []
-    with pytest.raises(KeyboardInterrupt):
-        running.advance(stop)
-    assert len(heard) == 1
-    assert running.server.round == 0
-    rounds(running, 2)
-    assert_rounds(running, count=2)
 
 
 @pytest.mark.slow

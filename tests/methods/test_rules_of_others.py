@@ -1,7 +1,7 @@
 """Six methods as a stranger would write them, composed with ours, on every engine and across machines."""
 
 import ast
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -91,18 +91,24 @@ def test_a_misspelled_hook_is_refused():
         type("Wrong", (Rule,), {"gradient": lambda self, grads, step: grads})
 
 
-def test_annotations_of_a_rule_are_its_options_unless_it_has_an_init():
-    class Annotated(Rule):
-        strength: float = 2.0
+def test_a_rule_without_an_init_is_a_frozen_dataclass_with_or_without_a_decorator():
+    class Plain(Rule):
+        mu: float
 
-    class Written(Rule):
-        def __init__(self, strength):
-            self.strength = strength
+    @dataclass(frozen=True, kw_only=True)
+    class Decorated(Plain):
+        nu: float = field(default=1.0, repr=False)
 
-    assert Annotated(3.0) == Annotated(strength=3.0) != Annotated()
-    with pytest.raises(FrozenInstanceError):
-        Annotated().strength = 1.0
-    assert type("Derived", (Written,), {})(1.0).strength == 1.0
+    class Own(Rule):
+        def __init__(self, mu):
+            self.mu = mu
+
+    assert (Plain(0.1), replace(Plain(0.1), mu=0.2)) == (Plain(mu=0.1), Plain(0.2))
+    assert repr(Decorated(mu=0.1)).endswith("Decorated(mu=0.1)")
+    assert Own(0.1).mu == 0.1
+    for rule in (Plain(0.1), Decorated(mu=0.1)):
+        with pytest.raises(FrozenInstanceError):
+            rule.mu = 0.2
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -11,6 +11,12 @@ from torch.overrides import TorchFunctionMode
 TRANSPOSED = (F.conv_transpose1d, F.conv_transpose2d, F.conv_transpose3d)
 
 
+def assert_equal(found, expected):
+    for one, other in zip(found, expected, strict=True):
+        assert one.shape == other.shape
+        assert (one - other).detach().abs().max() <= 1e-12 * max(1, float(other.detach().abs().max()))
+
+
 def group_normalized(x, channels_in_groups, weight, bias, eps):
     """Wu and He 2018 (arXiv:1803.08494), equations 1 to 3 and 6."""
     made = torch.empty_like(x)

@@ -13,6 +13,7 @@ from fedshift.nn import convolution
 from fedshift.nn.convolution import FastConv2d, differentiate_kernels, use_fast_convolutions
 from fedshift.nn.scaled_std_conv import ScaledStdConv2d
 from fedshift.nn.surgery import ScaledStandardization
+from tests.nn.operations import assert_equal
 
 CHANNELS = 6
 SMALL = [  # image, kernel, stride, padding
@@ -53,12 +54,6 @@ def differentiate(module, x):
     return [made, *grads, *twice]
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        assert (one - other).detach().abs().max() <= 1e-12 * max(1, float(other.detach().abs().max()))
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize(("size", "kernel", "stride", "padding"), SMALL)
 def test_values_and_gradients_are_torchs(sums, size, kernel, stride, padding, bias):
@@ -88,21 +83,14 @@ def test_other_convolutions_are_torchs_bit_for_bit(sums, options, size):
     assert not sums
 
 
-def test_low_precision_is_torchs(sums):
-    plain = layer().float()
-    quick, x = use_fast_convolutions(copy.deepcopy(plain)), inputs(2, 2).float()
+def test_low_precision_and_clients_side_by_side_are_torchs(sums):
+    quick, plain, x = use_fast_convolutions(layer()), layer(), inputs(2, 2)
+    side_by_side = vmap(quick)(x[:, None])
+    assert_equal([side_by_side], [vmap(plain)(x[:, None])])
     with torch.autocast("cpu", torch.bfloat16):
-        found, expected = quick(x), plain(x)
-    found.float().sum().backward()
-    assert torch.equal(found, expected)
-    assert not sums
-
-
-def test_clients_side_by_side_are_torchs(sums):
-    quick, x = use_fast_convolutions(layer()), inputs(2, 2).requires_grad_()
-    found = vmap(quick)(x[:, None])
-    found.sum().backward()
-    assert_equal([found], [vmap(layer())(x[:, None])])
+        low = quick.float()(x.float())
+        assert torch.equal(low, plain.float()(x.float()))
+    (side_by_side.sum() + low.sum()).backward()
     assert not sums
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from scipy.stats import chisquare
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -61,10 +62,8 @@ def test_masks_are_a_function_of_key_and_call():
 
     assert torch.equal(run(1), run(1))
     assert not torch.equal(run(1), run(2))
-    first, second = (KeyedDropout(0.5), KeyedDropout(0.5))
     with dropout_key(torch.tensor(1)):
-        a, b = first(x), second(x)
-    assert not torch.equal(a, b)
+        assert not torch.equal(model[0](x), model[2](x))
 
 
 def test_vmap_draws_each_lanes_own_mask():
@@ -91,13 +90,18 @@ def test_edges_of_probability_and_evaluation():
 
 
 def test_every_plain_dropout_is_replaced_wherever_it_stands():
-    shared = nn.Dropout(0.3)
-    model = nn.ModuleDict({"a": shared, "b": nn.Sequential(nn.Dropout1d(0.2), shared), "c": nn.AlphaDropout(0.1)})
-    keyed = key_dropouts(model)
-    assert [type(layer).__name__ for layer in (keyed["a"], keyed["b"][0], keyed["b"][1], keyed["c"])] == [
-        "KeyedDropout", "KeyedDropout", "KeyedDropout", "AlphaDropout",
-    ]  # fmt: skip
-    assert (keyed["a"].p, keyed["b"][0].channels, keyed["b"][1].channels) == (0.3, True, False)
+    class Always(nn.Dropout):
+        def forward(self, x):
+            return F.dropout(x, self.p, training=True)
+
+    shared, hooked = nn.Dropout(0.3), nn.Dropout(0.5)
+    hooked.register_forward_hook(lambda layer, x, out: out + 1)
+    others = nn.AlphaDropout(0.1), Always(0.5), hooked
+    keyed = key_dropouts(nn.Sequential(shared, nn.Sequential(nn.Dropout1d(0.2), shared), *others))
+    plain = [keyed[0], *keyed[1]]
+    assert all(type(layer) is KeyedDropout for layer in plain)
+    assert [(layer.p, layer.channels) for layer in plain] == [(0.3, False), (0.2, True), (0.3, False)]
+    assert tuple(keyed[2:]) == others
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

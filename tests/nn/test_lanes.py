@@ -10,6 +10,7 @@ from torch import nn
 from torch.func import functional_call
 
 from fedshift.nn.lanes import MergedLanes, _Merged
+from tests.nn.operations import assert_equal
 
 LANES, BATCH, CHANNELS = 3, 5, 4
 LAYERS = [
@@ -26,6 +27,7 @@ LAYERS = [
 ]  # fmt: skip
 CONVOLUTION = nn.Conv2d(CHANNELS, 6, 3), (5, 6)
 POOLING = nn.MaxPool2d(2), (6, 8)
+FROZEN = nn.BatchNorm2d(CHANNELS).eval(), (3, 3)
 
 
 @pytest.fixture(autouse=True)
@@ -44,8 +46,8 @@ def merged(monkeypatch):
     return shapes
 
 
-def inputs(*size, lanes=LANES):
-    return torch.randn(lanes, BATCH, CHANNELS, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+def inputs(*size):
+    return torch.randn(LANES, BATCH, CHANNELS, *size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
 def stack(layer, shared=()):
@@ -79,26 +81,14 @@ def run(layer, state, x, shared=(), block=MergedLanes):
     return [made, *buffers, *grads, *twice]
 
 
-def assert_equal(found, expected):
-    for one, other in zip(found, expected, strict=True):
-        assert one.shape == other.shape
-        assert (one - other).detach().abs().max() <= 1e-12 * max(1, float(other.detach().abs().max()))
-
-
 @pytest.mark.filterwarnings("ignore:.*batching rule")  # of torch's own
-@pytest.mark.parametrize(("layer", "size"), LAYERS, ids=str)
-def test_a_layer_of_lanes_is_torchs_under_vmap(layer, size, merged):
+@pytest.mark.parametrize(
+    ("layer", "size", "shared"),
+    [(*pair, ()) for pair in [*LAYERS, FROZEN]] + [(*pair, ("weight", "bias")) for pair in (LAYERS[2], CONVOLUTION)],
+    ids=str,
+)
+def test_a_layer_of_lanes_is_torchs_under_vmap(layer, size, shared, merged):
     layer, x = copy.deepcopy(layer).double(), inputs(*size)
-    state = stack(layer)
-    found = run(layer, state, x)
-    assert merged == [(BATCH, LANES * CHANNELS, *size)]
-    assert_equal(found, run(layer, state, x, block=nullcontext))
-
-
-@pytest.mark.parametrize(("layer", "size"), [LAYERS[2], CONVOLUTION], ids=str)
-def test_lanes_may_share_parameters(layer, size, merged):
-    layer, x = copy.deepcopy(layer).double(), inputs(*size)
-    shared = ("weight", "bias")
     state = stack(layer, shared)
     found = run(layer, state, x, shared)
     assert merged == [(BATCH, LANES * CHANNELS, *size)]
@@ -110,13 +100,6 @@ def test_lanes_are_merged_channels_last(layer, size):
     x = inputs(*size)
     made = run(copy.deepcopy(layer).double(), stack(layer.double()), x)[0]
     assert made.movedim(0, 1).flatten(1, 2).is_contiguous(memory_format=torch.channels_last)
-
-
-def test_statistics_that_are_frozen(merged):
-    layer = nn.BatchNorm2d(CHANNELS).double().eval()
-    state, x = stack(layer), inputs(3, 3)
-    assert_equal(run(layer, state, x), run(layer, state, x, block=nullcontext))
-    assert merged == [(BATCH, LANES * CHANNELS, 3, 3)]
 
 
 def test_functions_are_merged_as_layers_are_and_others_are_torchs(merged):

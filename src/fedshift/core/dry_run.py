@@ -33,7 +33,7 @@ from ..utils.user_code import describe_error
 from .checks import find_difference
 from .declarations import RulePhase
 from .kernel import broadcast, client_final, client_init, init_client, init_server, personal_state, restart
-from .method import decides_normalization
+from .method import find_replaced
 from .network import forward, to_inputs
 from .plan import Plan
 from .probe import make_batch
@@ -116,8 +116,8 @@ def check_normalization(plan: Plan, sample: Tensor) -> None:
 
     The model also normalizes without a layer, or a new GroupNorm has one value per group, so that it is constant.
     """
-    functions = {function for change in plan.method.surgery for function in getattr(change, "replaced", ())}
-    if not (functions or any(map(decides_normalization, plan.method.surgery))):
+    functions = {function for change in plan.method.surgery for function in find_replaced(change)}
+    if not functions:
         return
     constant: list[str] = []
 

@@ -24,7 +24,8 @@ from .work import Work
 Surgery = Callable[[nn.Module], nn.Module]
 """A transformation of a copy of the model, before entries are named; its repr describes it.
 
-Surgery that ``decides_normalization`` comes first, then all other surgery by its attribute ``stage`` (default 1).
+Surgery that replaces normalization comes first: its attribute ``replaced`` has the functions of torch that the network
+must not call outside of layers. All other surgery follows by its attribute ``stage`` (default 1).
 """
 
 
@@ -145,7 +146,7 @@ class Method:
     @property
     def norm_replacers(self) -> str:
         """Names of the components that replace normalization layers; empty: none does."""
-        return self.name_sources(lambda method: list(filter(decides_normalization, method.surgery)), "")
+        return self.name_sources(lambda method: list(filter(find_replaced, method.surgery)), "")
 
     def resolve_weighting(self, work: Work) -> Self:
         """Return the method with the weighting ``auto`` resolved under ``work``.
@@ -213,13 +214,13 @@ METHOD, FOUNDATION, MODIFIER = range(3)
 """Places of titles in a name: ``fedbn+fedavg(weighting='uniform')+gn`` composes the same method in every spelling."""
 
 
-def decides_normalization(change: Surgery) -> bool:
-    """Return whether a surgery decides which normalization the network has."""
-    return bool(getattr(change, "decides_normalization", False))
+def find_replaced(change: Surgery) -> tuple[Callable[..., Any], ...]:
+    """Return the normalizing functions that a surgery replaces; empty if it keeps the network's normalization."""
+    return getattr(change, "replaced", ())
 
 
 def _place_surgery(change: Surgery) -> tuple[int, str]:
-    return (-1, repr(change)) if decides_normalization(change) else (getattr(change, "stage", 1), "")
+    return (-1, repr(change)) if find_replaced(change) else (getattr(change, "stage", 1), "")
 
 
 def _place_rule(rule: Rule) -> tuple[int, str]:

@@ -222,7 +222,6 @@ def _list_settings(made: torch.optim.Optimizer) -> dict[str, object]:
 
 
 def _find_change(before: Mapping[str, object], made: torch.optim.Optimizer) -> str | None:
-    """Return the name of a setting of ``made`` that differs from those ``before``, if any."""
     return next((name for name, value in _list_settings(made).items() if before.get(name) != value), None)
 
 
@@ -256,7 +255,12 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule = CONSTANT) ->
     """
     if isinstance(optimizer, Optimizer):
         return optimizer
-    kind, arguments = _split(optimizer)
+    kind: Any
+    if isinstance(optimizer, torch.optim.Optimizer):
+        kind, known = type(optimizer), {**vars(optimizer), **optimizer.param_groups[0]}
+        arguments = {name: known[name] for name in list_defaults(kind) if name in known}
+    else:
+        kind, arguments = split_partial(optimizer)
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
         return _accept(optimizer, None)
     usual, arguments = list_defaults(kind), {"lr": lr, **arguments}  # type: ignore[arg-type]
@@ -264,15 +268,6 @@ def as_optimizer(optimizer: object, lr: float, schedule: Schedule = CONSTANT) ->
     _check_arguments(kind, arguments, optimizer)
     arguments = {name: value for name, value in arguments.items() if usual.get(name) != value or name == "lr"}
     return _translate(kind, arguments, schedule=schedule, keep=keep)
-
-
-def _split(optimizer: Any) -> tuple[Any, dict[str, Any]]:
-    """Return the class of ``optimizer``, and its arguments by name as far as they are known."""
-    if isinstance(optimizer, torch.optim.Optimizer):
-        known = {**vars(optimizer), **optimizer.param_groups[0]}
-        kind: Any = type(optimizer)
-        return kind, {name: known[name] for name in list_defaults(kind) if name in known}
-    return split_partial(optimizer)
 
 
 def _check_arguments(kind: Any, arguments: Mapping[str, Any], optimizer: object) -> None:

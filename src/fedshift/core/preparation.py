@@ -26,19 +26,19 @@ from ..utils.user_code import describe_error
 from .buffers import list_kept, observe_entries
 from .checks import REMOVE, check_batch_size, check_composition, check_network, check_plan, select_entries
 from .dry_run import check_normalization, check_run, explained_errors, find_smallest_batch
-from .method import Method, decides_normalization
+from .method import Method, find_replaced
 from .network import Loss, Precision, Traits
 from .optimizer import SGD, Optimizer
 from .plan import Plan
 from .probe import make_batch, probe_network, weigh_outputs
 from .rule import Declared
-from .selection import Entry, Kind, entries, everything, norm_statistics
+from .selection import Entry, entries, everything, norm_statistics
 from .work import Work
 
 Remake = Callable[[], nn.Module]
 """Makes a network another time, with the same initial weights."""
-_OBSERVED: dict[Hashable, tuple[Traits, int, tuple[tuple[Kind, bool, bool], ...]]] = {}
-"""Results of probes in this process, so that the seeds and methods of a comparison do not repeat them."""
+_OBSERVED: dict[Hashable, tuple[Traits, int, list[Entry]]] = {}
+"""Traits, smallest batch and entries by network, so that a comparison's seeds and methods do not repeat the probe."""
 
 
 def prepare(
@@ -110,7 +110,7 @@ def apply_surgery(method: Method, model: nn.Module) -> nn.Module:
 
 def change_layers(method: Method, module: nn.Module) -> nn.Module:
     """Return ``module`` after the method's surgery, which changes it in place; errors name the method."""
-    replacements = list(filter(decides_normalization, method.surgery))
+    replacements = list(filter(find_replaced, method.surgery))
     if len(replacements) > 1:
         both = method.norm_replacers or " and ".join(map(str, replacements))
         raise UsageError(f"method {method.label!r}: {both} both replace normalization layers{REMOVE}")
@@ -167,13 +167,10 @@ def _observe(plan: Plan, sample: Tensor, remake: Remake) -> Plan:
         with kept_attributes(plan.module), stream, explained_errors(plan, sample, remake):
             tried = replace(plan, traits=probe_network(plan, sample, remake_template))
             observed = observe_entries(tried, make_batch(tried, sample))
-            facts = tuple((entry.kind, entry.in_batch_norm, entry.moves) for entry in observed)
-            _OBSERVED[network] = tried.traits, find_smallest_batch(tried, sample), facts
-    traits, smallest, facts = _OBSERVED[network]
-    members = tuple(
-        replace(entry, kind=kind, in_batch_norm=in_batch_norm, moves=moves)
-        for entry, (kind, in_batch_norm, moves) in zip(plan.entries, facts, strict=True)
-    )
+            smallest, nobody = find_smallest_batch(tried, sample), nn.Module()  # the network need not stay in memory
+            _OBSERVED[network] = tried.traits, smallest, [replace(entry, owner=nobody) for entry in observed]
+    traits, smallest, found = _OBSERVED[network]
+    members = tuple(replace(new, owner=entry.owner) for new, entry in zip(found, plan.entries, strict=True))
     plan = replace(plan, traits=traits, smallest_batch=smallest, entries=members)
     check_normalization(plan, sample)
     return plan
@@ -199,7 +196,7 @@ def _assign_roles(method: Method, plan: Plan) -> Plan:
     plan = replace(
         plan, entries=members, initial={entry.name: plan.initial[entry.name] for entry in members}, sent=sent,
         loaded=loaded - kept, adopted=adopted | kept, trained=trained, norm_replacers=method.norm_replacers,
-        keepers=name_keepers(method, members, loaded - kept),
+        keepers=_name_keepers(method, members, loaded - kept),
     )  # fmt: skip
     for name, parameter in plan.parameters.items():
         parameter.requires_grad_(name in trained)
@@ -217,7 +214,7 @@ def _check_scope(method: Method, loaded: frozenset[str], sent: frozenset[str], e
         raise UsageError(f"method {method.label!r} {why}")
 
 
-def name_keepers(method: Method, members: tuple[Entry, ...], loaded: frozenset[str]) -> dict[str, str]:
+def _name_keepers(method: Method, members: tuple[Entry, ...], loaded: frozenset[str]) -> dict[str, str]:
     """Return the names of the method's components that keep entries on clients, by entry, for messages."""
 
     def name(entry: Entry) -> str:

@@ -45,7 +45,7 @@ GRADIENT_STAGES: tuple[GradientStage, ...] = get_args(GradientStage)
 
 @dataclass_transform(frozen_default=True, field_specifiers=(field,))
 class Rule:
-    """Base class of rules, which changes nothing; a subclass without ``__init__`` becomes a frozen dataclass.
+    """Base class of rules, which changes nothing; a subclass without ``__init__`` is a frozen dataclass by itself.
 
     ``personalize``, ``batch``, ``loss`` and ``gradients`` run under ``torch.vmap`` and are recorded: they must not
     branch on values of tensors. All hooks are pure, except that ``loss`` may write into :attr:`Declared.buffers`.
@@ -104,8 +104,8 @@ class Rule:
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
-        if "__init__" not in vars(cls) and (is_dataclass(cls) or cls.__init__ is object.__init__):
-            dataclass(frozen=True)(cls)
+        for parent in cls.__mro__[:0:-1]:
+            _make_dataclass(parent)
         if cls.gradient_stage not in GRADIENT_STAGES:
             raise unknown_name(f"gradient_stage of {cls.__name__}", cls.gradient_stage, GRADIENT_STAGES)
         for name in vars(cls).keys() - vars(Rule).keys():
@@ -118,6 +118,10 @@ class Rule:
                 f"{cls.__name__}: personalize() and the class attribute personalizes ('use' or 'start') go together: "
                 "give both or neither"
             )
+
+    def __new__(cls, *_: object, **__: object) -> Self:  # noqa: D102
+        _make_dataclass(cls)
+        return super().__new__(cls)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}()"
@@ -200,6 +204,13 @@ class Rule:
         ``moves`` them, otherwise :attr:`Declared.sets`.
         """
         return Folded(server.memory, kept=server.kept)
+
+
+def _make_dataclass(cls: type) -> None:
+    """Make a subclass of :class:`Rule` a frozen dataclass, once a decorator of its own has had its turn."""
+    made = vars(cls).keys() & {"__dataclass_params__", "__init__"} or cls in (Rule, object)
+    if not made and issubclass(cls, Rule) and (is_dataclass(cls) or cls.__init__ is object.__init__):
+        dataclass(frozen=True)(cls)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,7 +24,6 @@ from ..nn.recognition import runs_as_torch
 from ..nn.surgery import LEARNED, has_foreign_statistics
 from ..utils.errors import UsageError
 
-KEPT = "kept on the client"
 Kind = Literal["parameter", "mean", "variance", "counter", "average", "constant", "spectral", "state", "hidden"]
 WHOLE: tuple[Kind, ...] = ("constant", "spectral", "state", "hidden")
 """Kinds of buffers without a mean."""
@@ -160,7 +159,7 @@ class Select:
         constant = next((name for name in ("everything", "nothing", "buffers") if self is globals()[name]), None)
         return constant or (Select, (self.matches, self.text, self.parts, self.operator))
 
-    def names(self, entries: Iterable[Entry], fate: str = KEPT) -> frozenset[str]:
+    def names(self, entries: Iterable[Entry], fate: str = "kept on the client") -> frozenset[str]:
         """Return the names of the matching entries.
 
         Raises :class:`UsageError` if a part of the selection matches no entry, or if an excluded selection excludes

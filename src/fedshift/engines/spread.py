@@ -99,19 +99,17 @@ class Spread(Engine):
 
     @override
     def train(self, server: ServerState, clients: Mapping[str, ClientState]) -> Iterator[tuple[str, ClientResult]]:
-        if self.executor is None and self._opened is None:
+        if not (executor := self.executor or self._opened):
             with timed_section("start"):
-                self._opened = self._open()
-        executor = self.executor or self._opened
-        assert executor
+                executor = self._opened = self._open()
         plan, failed = self._put(executor, "plan", lambda: self.plan), list[BaseException]()
         with timed_section("transfer"):
             broadcast = executor.put(server)
 
         def work(name: str) -> Chain:
-            samples, client = self._put_samples(executor, name), clients[name]
+            samples = self._put_samples(executor, name)
             try:
-                return (yield train_client, plan, broadcast, samples, self.seed, name, client, self.augment)
+                return (yield train_client, plan, broadcast, samples, self.seed, name, clients[name], self.augment)
             except LaneLost as error:
                 raise FedshiftError(
                     f"the {executor.lane_name} that trained client {name!r} in round {server.round + 1} {error}. What "

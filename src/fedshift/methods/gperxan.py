@@ -11,8 +11,7 @@ z).
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import partial
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -22,11 +21,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from ..core.method import Method, method, require
 from ..core.rule import Declared, Network, Rule, Step
 from ..core.selection import batch_norm, name_classifier, name_matches, of_type
-from ..nn.recognition import Function, torch_kind
-from ..nn.surgery import BATCH_NORM, replace_modules, take_place
+from ..nn.recognition import Function
+from ..nn.surgery import BATCH_NORM, replace_layers
 from ..utils.errors import UsageError
 
-MAPS: dict[type[nn.Module], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
+MAPS: dict[type[_BatchNorm], type[nn.InstanceNorm2d | nn.InstanceNorm3d]] = {
     nn.BatchNorm2d: nn.InstanceNorm2d, nn.SyncBatchNorm: nn.InstanceNorm2d, nn.BatchNorm3d: nn.InstanceNorm3d,
 }  # fmt: skip
 """BatchNorm layers of feature maps, with the corresponding InstanceNorm layers."""
@@ -37,7 +36,7 @@ class AssembledNorm(nn.Module):
 
     def __init__(self, layer: _BatchNorm) -> None:
         super().__init__()
-        kind = cast("type[_BatchNorm]", torch_kind(layer))
+        kind = next(kind for kind in MAPS if isinstance(layer, kind))
         self.batch = kind(layer.num_features, layer.eps, layer.momentum, layer.affine, layer.track_running_stats)
         self.batch._parameters.update(layer._parameters)
         self.batch._buffers.update(layer._buffers)
@@ -62,7 +61,6 @@ local_norm = replace(batch_norm | (of_type(AssembledNorm) & name_matches("*batch
 class Assemble:
     """Surgery that adds an InstanceNorm to every BatchNorm of feature maps."""
 
-    decides_normalization: ClassVar[bool] = True
     replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
@@ -72,12 +70,7 @@ class Assemble:
         """Change ``module``; :class:`UsageError` where it has no BatchNorm of feature maps."""
         if not any(isinstance(layer, tuple(MAPS)) for layer in module.modules()):
             raise UsageError("gperxan adds InstanceNorm to BatchNorm of feature maps, but the model has none")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        if not isinstance(layer, _BatchNorm) or torch_kind(layer) not in MAPS:
-            return None
-        return take_place(name, layer, "an added InstanceNorm", partial(AssembledNorm, layer))
+        return replace_layers(module, tuple(MAPS), "an added InstanceNorm", AssembledNorm)
 
 
 class Guidance(Rule):

@@ -26,8 +26,6 @@ from .recognition import runs_as_torch
 from .scaled_std_conv import ScaledStd
 from .surgery import NORMALIZATION, is_foreign_normalization
 
-CONSTANTS = "_constants"
-"""Attribute of a layer with the names of its parameters that became constants."""
 NAMED = 8
 """Maximum number of layers that a message lists."""
 KINDS = {
@@ -77,7 +75,7 @@ class Lora:
         """Change ``module``; raise :class:`UsageError` if ``targets`` matches no layer, or one that it cannot adapt."""
         from peft import LoraConfig, inject_adapter_in_model
 
-        head = find_last_layer(module)
+        head = [layer for layer in module.modules() if any(p is not None for p in layer._parameters.values())][-1]
         chosen = self._choose(module, head)
         staying = [layer for layer in module.modules() if _stays(layer, head)]
         kept = [(each, each.requires_grad) for layer in staying for each in layer.parameters(recurse=False)]
@@ -140,26 +138,20 @@ def _explain_unsuitable(layer: nn.Module, reader: str | None) -> str:
     return "" if plain else "is dilated, or pads in another way than by a number of zeros"
 
 
-def find_last_layer(module: nn.Module) -> nn.Module:
-    """Return the last layer with parameters, usually the classifier."""
-    return [layer for layer in module.modules() if any(p is not None for p in layer._parameters.values())][-1]
-
-
 def _stays(layer: nn.Module, head: nn.Module) -> bool:
     return layer is head or isinstance(layer, NORMALIZATION) or is_foreign_normalization(layer)
 
 
 def _fix(layer: nn.Module) -> None:
-    """Turn the layer's parameters into constants."""
-    if fixed := {name: parameter.detach() for name, parameter in layer._parameters.items() if parameter is not None}:
-        layer._parameters = {name: None for name in layer._parameters if name not in fixed}
-        layer.__dict__ |= fixed | {CONSTANTS: tuple(fixed)}
+    """Turn the layer's parameters into constants: attributes that stand before parameters of None."""
+    layer.__dict__ |= {name: each.detach() for name, each in layer._parameters.items() if each is not None}
+    layer._parameters = dict.fromkeys(layer._parameters)
 
 
 def list_constants(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield the parameters that became constants, with their names."""
     for prefix, layer in module.named_modules():
-        for name in layer.__dict__.get(CONSTANTS, ()):
+        for name in filter(layer.__dict__.__contains__, layer._parameters):
             yield f"{prefix}.{name}" if prefix else name, layer.__dict__[name]
 
 
@@ -176,7 +168,7 @@ def merge_adapters(module: nn.Module) -> nn.Module:
             holder, _, last = name.rpartition(".")
             setattr(module.get_submodule(holder), last, merged.get_base_layer())
     for layer in module.modules():
-        for name in layer.__dict__.pop(CONSTANTS, ()):
+        for name in filter(layer.__dict__.__contains__, layer._parameters):
             layer.register_parameter(name, nn.Parameter(layer.__dict__.pop(name), requires_grad=False))
     return module
 

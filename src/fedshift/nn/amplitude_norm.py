@@ -56,10 +56,6 @@ class AmplitudeNorm(nn.Module):
         added = sum_waves(move_amplitudes(parts, self.amplitude - amplitudes(parts)), x)
         return torch.where(self.is_measured, (x + added).to(x.dtype), x)
 
-    def extra_repr(self) -> str:
-        """Frequencies, as the module prints itself."""
-        return f"{self.amplitude.shape[0]}, frequencies={self.frequencies}"
-
 
 def low_frequencies(x: Tensor, frequencies: int) -> tuple[Tensor, Tensor]:
     """Return the real and imaginary parts of the spectra of images ``[B, C, H, W]`` at frequencies -F to F.

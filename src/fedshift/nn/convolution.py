@@ -32,11 +32,9 @@ class _Depthwise(torch.autograd.Function):
         (x_NCHW, w_C1KL), (grad_NCHW,) = ctx.saved_tensors, grads
         needs_x, needs_w, needs_b, *_ = ctx.needs_input_grad
         settings = ctx.stride, ctx.padding, (1, 1), False, (0, 0), len(w_C1KL)
-        only_inputs = True, False, False
+        only_inputs = needs_x, False, False
         return (
-            torch.ops.aten.convolution_backward(grad_NCHW, x_NCHW, w_C1KL, None, *settings, only_inputs)[0]
-            if needs_x
-            else None,
+            torch.ops.aten.convolution_backward(grad_NCHW, x_NCHW, w_C1KL, None, *settings, only_inputs)[0],
             differentiate_kernels(x_NCHW, grad_NCHW, w_C1KL.shape[2:], ctx.stride, ctx.padding) if needs_w else None,
             grad_NCHW.sum(dim=(0, 2, 3)) if needs_b else None,
             None,
@@ -50,30 +48,24 @@ def differentiate_kernels(x_NCHW: Tensor, grad_NCHW: Tensor, kernel: Pair, strid
     ``x_NCHW``: the inputs. ``grad_NCHW``: the gradient of the outputs.
     """
     x_NHWC, grad_NHWC = x_NCHW.permute(0, 2, 3, 1), grad_NCHW.permute(0, 2, 3, 1)
-    places = tuple(zip(x_NHWC.shape[1:3], grad_NHWC.shape[1:3], stride, padding, strict=True))
-    sums = []
-    for row in range(kernel[0]):
-        rows = _match(row, *places[0])
-        for column in range(kernel[1]):
-            columns = _match(column, *places[1])
-            if rows is None or columns is None:
-                sums.append(grad_NHWC.new_zeros(grad_NHWC.shape[-1]))
-            else:
-                products = x_NHWC[:, rows[0], columns[0]] * grad_NHWC[:, rows[1], columns[1]]
-                sums.append(products.sum(dim=(0, 1, 2)))
+    sizes = zip(kernel, x_NHWC.shape[1:3], grad_NHWC.shape[1:3], stride, padding, strict=True)
+    rows, columns = ([_match(tap, *size) for tap in range(taps)] for taps, *size in sizes)
+    sums = [
+        (x_NHWC[:, row, column] * grad_NHWC[:, row_out, column_out]).sum(dim=(0, 1, 2))
+        for row, row_out in rows
+        for column, column_out in columns
+    ]
     return torch.stack(sums, dim=1).reshape(-1, 1, *kernel)
 
 
-def _match(tap: int, inputs: int, outputs: int, stride: int, padding: int) -> tuple[slice, slice] | None:
-    """Return the inputs that a kernel's row or column ``tap`` multiplies, and their outputs; None: no pixel.
+def _match(tap: int, inputs: int, outputs: int, stride: int, padding: int) -> tuple[slice, slice]:
+    """Return the inputs that a kernel's row or column ``tap`` multiplies, and their outputs, possibly none.
 
     Output ``i`` uses input ``i * stride + tap - padding``.
     """
     first, last = max(0, -((tap - padding) // stride)), min(outputs - 1, (inputs - 1 + padding - tap) // stride)
-    if last < first:
-        return None
-    start = first * stride + tap - padding
-    return slice(start, start + (last - first) * stride + 1, stride), slice(first, last + 1)
+    start, count = first * stride + tap - padding, max(0, last - first + 1)
+    return slice(start, start + count * stride, stride), slice(first, first + count)
 
 
 class FastConv2d(nn.Conv2d):

@@ -132,10 +132,6 @@ class KeyedDropout(Keyed):
         keep = draw_bits(*take_draws(self), prod(shape)) >= int(self.p * 2**32)
         return x * keep.reshape(shape).to(x.dtype) / (1.0 - self.p) if self.p < 1.0 else torch.zeros_like(x)
 
-    def extra_repr(self) -> str:
-        """Return the probability and the unit of dropping, for ``repr``."""
-        return f"p={self.p}, channels={self.channels}"
-
 
 def key_dropouts(module: nn.Module) -> nn.Module:
     """Key every Dropout layer (element- or channel-wise) of ``module`` by the step, in place; return ``module``.
@@ -147,8 +143,7 @@ def key_dropouts(module: nn.Module) -> nn.Module:
     def make(_name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _DropoutNd) or isinstance(layer, nn.AlphaDropout | nn.FeatureAlphaDropout):
             return None
-        if not runs_as_torch(layer) or layer._modules or list_hooks(layer):
-            return None
-        return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout))
+        plain = runs_as_torch(layer) and not layer._modules and not list_hooks(layer)
+        return KeyedDropout(layer.p, channels=not isinstance(layer, nn.Dropout)) if plain else None
 
     return replace_modules(module, make)

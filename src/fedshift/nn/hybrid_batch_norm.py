@@ -31,7 +31,7 @@ class HybridBatchNorm(nn.Module):
 
     def __init__(self, channels: int, eps: float = 1e-5) -> None:
         super().__init__()
-        self.channels, self.eps = channels, eps
+        self.eps = eps
         self.weight, self.bias = nn.Parameter(torch.ones(channels)), nn.Parameter(torch.zeros(channels))
         self.factor = nn.Parameter(torch.zeros(channels))
         for kind in ("global", "running"):
@@ -71,7 +71,3 @@ class HybridBatchNorm(nn.Module):
     def _along(values_C: Tensor, x: Tensor) -> Tensor:
         """Return the channels' values in a shape that broadcasts to ``x``."""
         return values_C.reshape(-1, *[1] * (x.ndim - 2))
-
-    def extra_repr(self) -> str:
-        """Return the channels and eps, for ``repr``."""
-        return f"{self.channels}, eps={self.eps}"

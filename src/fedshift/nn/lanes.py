@@ -22,7 +22,10 @@ _LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
 
 class _Merged(torch.autograd.Function):
-    """One lane of ``function(x [N, C, ...], *params [C, ...])``, to be called under ``torch.vmap``."""
+    """One lane of ``function(x [N, C, ...], *params [C, ...])``, to be called under ``torch.vmap``.
+
+    ``function`` processes channels, or groups of them, independently; ``params`` have a row for each output channel.
+    """
 
     @staticmethod
     def forward(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None) -> Tensor:
@@ -47,14 +50,6 @@ class _Merged(torch.autograd.Function):
 
 
 def _merge(function: Callable[..., Tensor], x: Tensor, *params: Tensor | None) -> Tensor:
-    """Compute ``function(x, *params)`` under ``torch.vmap`` for all lanes at once.
-
-    Args:
-        function: Processes channels, or groups of channels, independently.
-        x: Inputs of a lane, ``[N, C, ...]``.
-        params: Tensors ``[C, ...]`` with a row for each output channel.
-
-    """
     out: Tensor = _Merged.apply(function, x, *params)  # type: ignore[no-untyped-call]
     return out
 
@@ -120,10 +115,10 @@ class MergedLanes(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call ``func`` or its replacement."""
         kwargs = kwargs or {}
-        merged, dimensions = _MERGED.get(func, (None, ()))
-        fits = merged is not None and args and args[0].ndim in dimensions and args[0].is_cpu and count_transforms() == 1
-        if merged is None or not fits or kwargs.get("return_indices"):
-            if func in (F.group_norm, torch.group_norm) and args:  # torch.vmap cannot copy channels-last inputs
-                args = args[0].contiguous(), *args[1:]
-            return func(*args, **kwargs)
-        return merged(*args, **kwargs)
+        merged, dimensions = _MERGED.get(func, (func, ()))
+        fits = args and dimensions and args[0].ndim in dimensions and args[0].is_cpu and count_transforms() == 1
+        if fits and not kwargs.get("return_indices"):
+            return merged(*args, **kwargs)
+        if func in (F.group_norm, torch.group_norm) and args:  # torch.vmap cannot copy channels-last inputs
+            args = args[0].contiguous(), *args[1:]
+        return func(*args, **kwargs)

@@ -119,5 +119,5 @@ class ScaledStdConvTranspose3d(ScaledStdTransposed, nn.ConvTranspose3d):
 STANDARDIZED: dict[type[nn.Module], type[ScaledStd]] = {
     nn.Conv1d: ScaledStdConv1d, nn.Conv2d: ScaledStdConv2d, nn.Conv3d: ScaledStdConv3d,
     nn.ConvTranspose1d: ScaledStdConvTranspose1d, nn.ConvTranspose2d: ScaledStdConvTranspose2d,
-    nn.ConvTranspose3d: ScaledStdConvTranspose3d,
+    nn.ConvTranspose3d: ScaledStdConvTranspose3d, FastConv2d: ScaledStdConv2d,
 }  # fmt: skip

@@ -12,7 +12,6 @@ from abc import abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -24,9 +23,8 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from typing_extensions import override
 
 from ..utils.errors import UsageError
-from .convolution import FastConv2d
 from .hybrid_batch_norm import HybridBatchNorm
-from .recognition import Function, is_scaled, list_hooks, require_understood, runs_as_torch, torch_kind
+from .recognition import Function, is_scaled, list_hooks, require_understood, torch_kind
 from .scaled_std_conv import STANDARDIZED, ScaledStd, count_fan_in
 
 LEARNED = (_BatchNorm, _InstanceNorm, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm, HybridBatchNorm)
@@ -93,13 +91,22 @@ def _refuse_loss(name: str, layer: nn.Module, new: nn.Module) -> None:
         )
 
 
-def take_place(name: str, layer: nn.Module, what: str, make: Callable[[], nn.Module]) -> nn.Module:
-    """Return the layer of ``make`` followed by the parts of ``layer``; refuse an unrecognized ``layer``."""
-    parts = require_understood(name, layer, what)
-    if not parts:
-        return make()
-    first = "norm" if "norm" not in parts else "norm_"
-    return nn.Sequential(OrderedDict({first: make(), **parts}))
+def replace_layers(
+    module: nn.Module, kinds: tuple[type[nn.Module], ...], what: str, make: Callable[[Any], nn.Module]
+) -> nn.Module:
+    """Replace each layer of ``kinds`` in ``module`` by ``make(layer)``, ``what``, followed by the layer's other parts.
+
+    Raises :class:`UsageError` if a layer computes something else than torch's of its type.
+    """
+
+    def place(name: str, layer: nn.Module) -> nn.Module | None:
+        if not isinstance(layer, kinds):
+            return None
+        parts = require_understood(name, layer, what)
+        first = "norm" if "norm" not in parts else "norm_"
+        return nn.Sequential(OrderedDict({first: make(layer), **parts})) if parts else make(layer)
+
+    return replace_modules(module, place)
 
 
 @dataclass(frozen=True)
@@ -107,7 +114,6 @@ class _BatchNormReplacement:
     """Surgery that replaces every BatchNorm by a layer of the type ``what``."""
 
     what: ClassVar[str]
-    decides_normalization: ClassVar[bool] = True
     replaced: ClassVar[tuple[Function, ...]] = BATCH_NORM
 
     def __str__(self) -> str:
@@ -119,12 +125,7 @@ class _BatchNormReplacement:
             foreign = (name for name, layer in module.named_modules() if has_foreign_statistics(layer))
             only = next((f" of torch's, but layer {name!r}: make it one of them" for name in foreign), ": remove it")
             raise UsageError(f"{self.what} replaces BatchNorm, but the model has none{only}")
-        return replace_modules(module, self._make)
-
-    def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
-        return (
-            take_place(name, layer, self.what, partial(self._convert, layer)) if isinstance(layer, _BatchNorm) else None
-        )
+        return replace_layers(module, (_BatchNorm,), self.what, self._convert)
 
     @abstractmethod
     def _convert(self, layer: _BatchNorm) -> nn.Module:
@@ -176,7 +177,6 @@ class RemoveNorm:
     """
 
     required: bool = True
-    decides_normalization: ClassVar[bool] = True
     replaced: ClassVar[tuple[Function, ...]] = FUNCTIONS
 
     def __str__(self) -> str:
@@ -185,11 +185,6 @@ class RemoveNorm:
     def __call__(self, module: nn.Module) -> nn.Module:
         """Change ``module``."""
         for name, layer in module.named_modules():
-            if isinstance(layer, nn.TransformerEncoderLayer):
-                raise UsageError(
-                    f"layer {name!r} is a TransformerEncoderLayer, which reads its normalization in evaluation: use a "
-                    "model built from separate layers, or keep normalization"
-                )
             if is_foreign_normalization(layer):
                 raise UsageError(
                     f"layer {name!r} is a {type(layer).__name__}, which seems to normalize (by its name or statistics) "
@@ -198,18 +193,14 @@ class RemoveNorm:
         removed = [layer for layer in module.modules() if isinstance(layer, NORMALIZATION)]
         if not removed and self.required:
             raise UsageError("the method removes normalization, but the model has none: choose another method")
-        channels = {width for layer in removed if (width := _channel_count(layer)) is not None}
-        module = replace_modules(module, self._make)
+        channels = {_count_channels(layer) for layer in removed}
+        module = replace_layers(module, NORMALIZATION, "nothing", lambda _: nn.Identity())
         for layer in module.modules():
             if isinstance(layer, _ConvNd | nn.Linear) and layer.bias is None:
                 width = layer.out_channels if isinstance(layer, _ConvNd) else layer.out_features
                 if width in channels:
                     layer.bias = nn.Parameter(torch.zeros(width, dtype=layer.weight.dtype, device=layer.weight.device))
         return module
-
-    @staticmethod
-    def _make(name: str, layer: nn.Module) -> nn.Module | None:
-        return take_place(name, layer, "nothing", nn.Identity) if isinstance(layer, NORMALIZATION) else None
 
 
 def is_foreign_normalization(layer: nn.Module) -> bool:
@@ -226,9 +217,10 @@ def has_foreign_statistics(layer: nn.Module) -> bool:
     return torch_kind(layer) is nn.Module and layer._buffers.get("running_var") is not None
 
 
-def _channel_count(layer: Any) -> int | None:
-    width = getattr(layer, "num_features", None) or getattr(layer, "num_channels", None)
-    return width if width is not None else (getattr(layer, "normalized_shape", None) or (None,))[-1]
+def _count_channels(layer: Any) -> int | None:
+    widths = (getattr(layer, name, None) for name in ("num_features", "num_channels", "normalized_shape"))
+    width = next(filter(None, widths), None)
+    return width[-1] if isinstance(width, tuple) else width
 
 
 @dataclass(frozen=True)
@@ -262,21 +254,7 @@ class ScaledStandardization:
     def _make(self, name: str, layer: nn.Module) -> nn.Module | None:
         if not isinstance(layer, _ConvNd) or isinstance(layer, ScaledStd):
             return None
-        kind = torch_kind(layer)
-        kind = nn.Conv2d if kind is FastConv2d else kind
-        if kind not in STANDARDIZED:
-            raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}: scaled weight standardization supports "
-                f"{', '.join(each.__name__ for each in STANDARDIZED)}; use one of them, or FedWon without WSConv"
-            )
         if is_scaled(layer):
             return None
-        if not runs_as_torch(layer):
-            raise UsageError(
-                f"layer {name!r} is a {type(layer).__name__}, whose forward differs from torch's {kind.__name__}: it "
-                "may pad or standardize, which scaled weight standardization would lose; use "
-                f"{kind.__name__}, or FedWon without WSConv (fedwon(wsconv=False), or only agc if the model has no "
-                "normalization)"
-            )
-        require_understood(name, layer, "scaled weight standardization")
-        return STANDARDIZED[kind].of(layer, self.init, self.gain) if count_fan_in(layer) > 1 else None
+        require_understood(name, layer, "scaled weight standardization (wsconv)")
+        return STANDARDIZED[torch_kind(layer)].of(layer, self.init, self.gain) if count_fan_in(layer) > 1 else None
