@@ -180,7 +180,7 @@ class Rule:
         return loss
 
     def combine_samples(self, samples: Iterable[State], key: Tensor) -> State:
-        """Return the gradients of a batch, given its samples' gradients in chunks ``[samples, ...]``, before other hooks.
+        """Return the gradients of a batch, from chunks of its samples', ``[samples, ...]``, before other hooks.
 
         ``key``: int64 scalar that keys random draws. Without a rule that defines it, they are the mean over samples.
         """
