@@ -319,3 +319,7 @@ def _layer_name(name: str) -> str:
     starts = [word.start() for word in _WORD.finditer(name) if not word.group().isdigit()]
     end, _ = _find_pattern(name, RUNNING) or (max(starts, default=0), None)
     return name[:end]
+
+
+def __dir__() -> list[str]:
+    return __all__
