@@ -118,12 +118,14 @@ def iterate_batches(seed: int, client: str, samples: int, bounds: Bounds, steps:
     if count == 1:
         yield from ((step, torch.arange(samples)) for step in steps)
         return
+    draw = _kept_order if len(steps) < count and samples <= KEPT_SAMPLES else _draw_order
     step = steps.start
     while step < steps.stop:
         epoch, first = divmod(step, count)
         batches = bounds[first : first + steps.stop - step]
-        order = _draw_order(seed, client, epoch, samples)[batches[0][0] : batches[-1][1]]
-        yield from enumerate(order.split_with_sizes([stop - start for start, stop in batches]), step)
+        order = draw(seed, client, epoch, samples)[batches[0][0] : batches[-1][1]]
+        many = len(batches) > 1  # one call in place of one for each batch
+        yield from enumerate(order.split_with_sizes([b - a for a, b in batches]) if many else (order,), step)
         step += len(batches)
 
 
@@ -146,5 +148,12 @@ def square_uses(
     return distinct, total
 
 
+KEPT_SAMPLES = 10_000
+"""Maximum number of a client's samples for which the order of an epoch is cached."""
+
+
 def _draw_order(seed: int, client: str, number: int, samples: int) -> Tensor:
     return torch.from_numpy(stream(seed, "order", client, number).permutation(samples))
+
+
+_kept_order = lru_cache(maxsize=1024)(_draw_order)
