@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from ..core.optimizer import SGD
+from ..core.optimizer import SGD, may_join
 from ..core.plan import Plan
 from ..core.states import LocalTrainingState
 from ..core.step import combine_samples, compute_objective, list_active, transform_gradients, update_
@@ -70,13 +70,12 @@ class Stepper:
             inputs = weights, before, x, y, keys, factors, self._list_read(job, stack)
             run = (self._find_tape(job, stack, inputs) if recorded else None) or partial(self._compute, job, stack)
             grads, after, loss, slopes = run(*inputs)
-            factored = {name: grads.pop(name) for name in [*grads] if isinstance(grads[name], Factors)}
         with timed_section("update"):
-            for name, (slope_KBO, x_KBI) in slopes.items():
-                deferred[name].add_(slope_KBO, x_KBI, job.lr)
-            for name, (left_KOB, right_KBI) in factored.items():
-                params[name].baddbmm_(left_KOB, right_KBI, alpha=-job.lr)
-            if self._elementwise:
+            if self.plan.is_plain_sgd and not job.separate_phase:
+                _subtract_(params, grads, job.lr)
+                for name, (slope_KBO, x_KBI) in slopes.items():
+                    deferred[name].add_(slope_KBO, x_KBI, job.lr)
+            elif self._elementwise:
                 update_(self.plan, replace_parts(job, stack), grads, after, 0)
             else:
                 torch.vmap(partial(self._update_lane, job))(grads, after, stack, keys)
@@ -160,6 +159,18 @@ def _differentiate(
         for name, x_KBI in inputs.items()
     }
     return grads, {name: tensor.detach() for name, tensor in after.items()}, loss.detach(), slopes
+
+
+def _subtract_(params: State, grads: Mapping[str, Tensor | Factors], lr: float) -> None:
+    """Take a step of plain SGD in place of ``params``."""
+    plain = {name: grad for name, grad in grads.items() if not isinstance(grad, Factors)}
+    if joined := may_join(plain.values()):
+        torch._foreach_sub_([params[name] for name in plain], [*plain.values()], alpha=lr)
+    for name, grad in grads.items():
+        if isinstance(grad, Factors):
+            params[name].baddbmm_(*grad, alpha=-lr)
+        elif not joined:
+            params[name].sub_(grad, alpha=lr)
 
 
 def replace_parts(job: LocalTrainingState, parts: Stack) -> LocalTrainingState:
