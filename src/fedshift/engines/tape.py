@@ -7,13 +7,16 @@ that are returned as factors. (``make_fx`` records alike, but loads torch's comp
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
-from operator import getitem
+from functools import partial
+from operator import attrgetter, getitem
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.fx import Graph, GraphModule, Node
+from torch.fx import Graph, Node
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -70,11 +73,22 @@ class Tape:
         graph.eliminate_dead_code()
         self.operations = [str(node.target) for node in graph.nodes if node.op == "call_function"]
         constants = {str(node.target): values[node] for node in graph.nodes if node.op == "get_attr"}
-        self._run = GraphModule(constants, graph).forward
+        self._run = _compile(graph, constants)
 
     def __call__(self, *inputs: Any) -> Any:
         """Return the function's results, with tensors or :class:`Factors`."""
         return tree_unflatten(self._run(*tree_leaves(inputs)), self._structure)
+
+
+def _compile(graph: Graph, constants: dict[str, Tensor]) -> Callable[..., Sequence[Any]]:
+    """Return the graph's program, which calls the operators below ``torch.ops``, whose own call takes as long."""
+    names: dict[str, str] = {}
+    code = graph.python_code("self")
+    source = re.sub(r"torch\.ops(\.\w+){3}", lambda path: names.setdefault(path[0], f"operator_{len(names)}"), code.src)
+    operators = {name: attrgetter(path.removeprefix("torch."))(torch)._op for path, name in names.items()}
+    scope: dict[str, Any] = {**code.globals, **operators}
+    exec(source, scope)
+    return partial(scope["forward"], SimpleNamespace(**constants))
 
 
 class _Recorder(TorchDispatchMode):
