@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
 
     from .core.declarations import Phase as Phase
     from .core.declarations import Send as Send
+    from .core.rule import Client as Client
     from .core.rule import Declared as Declared
     from .core.rule import Folded as Folded
     from .core.method import (
@@ -36,6 +37,8 @@ if TYPE_CHECKING:  # for editors and type checkers; at run time every public nam
         AdamW as AdamW,
     )
     from .core.rule import Rule as Rule
+    from .core.rule import Server as Server
+    from .core.rule import Step as Step
     from .core.schedule import (
         Cosine as Cosine,
         Exponential as Exponential,
@@ -137,7 +140,7 @@ _HOME = {
     "core.declarations": ("Phase", "Send"),
     "core.method": ("Method", "method", "modifier"),
     "core.optimizer": ("SGD", "AdamW"),
-    "core.rule": ("Declared", "Folded", "Rule"),
+    "core.rule": ("Client", "Declared", "Folded", "Rule", "Server", "Step"),
     "core.schedule": ("Cosine", "Exponential", "StepDecay"),
     "core.selection": (
         "Scope", "batch_norm", "everything", "last_layers", "name_matches", "norm_layers", "norm_statistics", "nothing",
