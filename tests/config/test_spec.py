@@ -170,6 +170,7 @@ BAD = {
 """A value for every setting that is refused."""
 
 
+@pytest.mark.sampled(24)
 @pytest.mark.parametrize("field", dataclasses.fields(CompareSpec), ids=lambda field: field.name)
 def test_a_bad_value_of_any_setting_is_refused_wherever_it_is_given(field, cli, tiny_folder, tmp_path):
     given = {"methods": "fedavg", "data": str(tiny_folder)} | {field.name: BAD[field.name]}

@@ -217,6 +217,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("count", "make"), MADE.values(), ids=MADE)
 def test_a_change_of_one_sample_or_target_or_of_the_order_changes_it(tmp_path, count, make):
     prints = []
