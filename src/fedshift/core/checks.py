@@ -318,7 +318,7 @@ def _list_changed_rows(plan: Plan) -> Iterator[str]:
 
 
 def _list_mixed_samples(plan: Plan) -> Iterator[str]:
-    """Yield what lets a sample affect more than the gradient of its own loss, if gradients of samples are combined."""
+    """Yield reasons why a sample affects more than the gradient of its loss, if gradients of samples are combined."""
     if plan.estimator is None:
         return
     source = plan.estimator.source_method

@@ -151,7 +151,7 @@ def _check_freezing(plan: Plan, sample: Tensor) -> None:
         composite = not isinstance(entry.owner, _BatchNorm) and any(entry.owner.children())
         if composite or not torch.equal(state[entry.name], plan.initial[entry.name]):
             why = "contains layers that would be frozen, too" if composite else "writes into it in evaluation, too"
-            fix = f"{why}: use torch's {torch_kind(entry.owner).__name__}, as a layer of its own"
+            fix = f"{why}: use torch's {torch_kind(entry.owner).__name__}, as a separate layer"
             what = f"{entry.name!r} belongs to a {entry.layer}, which {fix}"
             raise UsageError(f"method {plan.label!r} freezes statistics, but {what}")
 

@@ -207,7 +207,7 @@ class Rule:
 
 
 def _make_dataclass(cls: type) -> None:
-    """Make a subclass of :class:`Rule` a frozen dataclass, once a decorator of its own has had its turn."""
+    """Make a subclass of :class:`Rule` a frozen dataclass, unless it was decorated or has an ``__init__``."""
     made = vars(cls).keys() & {"__dataclass_params__", "__init__"} or cls in (Rule, object)
     if not made and issubclass(cls, Rule) and (is_dataclass(cls) or cls.__init__ is object.__init__):
         dataclass(frozen=True)(cls)
