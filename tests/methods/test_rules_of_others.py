@@ -11,7 +11,7 @@ from fedshift.core.kernel import client_final, client_init, init_client, init_se
 from fedshift.core.method import Method
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
-from fedshift.core.rule import Rule
+from fedshift.core.rule import Declared, Folded, Rule
 from fedshift.core.step import client_step_
 from fedshift.core.work import Work
 from fedshift.methods.apfl import apfl
@@ -153,3 +153,16 @@ def test_the_shared_model_is_clipped_to_the_limit_beside_models_of_clients(base)
         moved.append(float(torch.stack([change.norm() for change in changes]).norm()))
     assert moved[0] > 1
     assert moved[1] == pytest.approx(0.5, abs=1e-12)
+
+
+def test_a_second_estimator_and_kept_state_that_a_fold_drops_are_refused():
+    combine = {"combine_samples": lambda self, samples, key: {}}
+    first, second = (type(name, (Rule,), combine)() for name in ("First", "Second"))
+    with pytest.raises(UsageError, match="First and Second both combine the gradients of samples: remove one"):
+        make_trial(Method(rules=(first, second)))
+    hooks = {
+        "bind": lambda self, network: Declared(self, kept={"n": network.initial["head.bias"][0]}),
+        "fold": lambda self, server: Folded(server.memory),
+    }
+    with pytest.raises(UsageError, match=r"Forgets declares 'n' as kept, but its fold\(\) drops it"):
+        make_trial(Method(rules=(type("Forgets", (Rule,), hooks)(),)))

@@ -26,6 +26,7 @@ from .loss import Loss, cross_entropy
 from .method import Method
 from .optimizer import SGD
 from .plan import Plan
+from .rule import Rule
 from .selection import entries, norm_statistics
 
 Names = TypeVar("Names")
@@ -205,6 +206,10 @@ def _list_unshared(plan: Plan) -> Iterator[str]:
 
 def _list_conflicting_folds(plan: Plan) -> Iterator[str]:
     method = plan.method
+    combining = [rule for rule in method.rules if type(rule).combine_samples is not Rule.combine_samples]
+    for rules, what in ((combining, "combine the gradients of samples"), ([r for r in method.rules if r.mixes], "mix")):
+        if len(rules) > 1:
+            yield f"{' and '.join(map(method.name_source, rules))} both {what}{REMOVE}"
     for rule in method.rules:
         source = method.name_source(rule)
         if rule.mixes and method.stepper:

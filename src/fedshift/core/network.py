@@ -177,7 +177,7 @@ class Network:
 
     @cached_property
     def keyed(self) -> bool:
-        """Whether layers draw under a key."""
+        """Return whether layers draw under a key."""
         return any(isinstance(layer, Keyed) for layer in self.layers)
 
     @cached_property

@@ -293,7 +293,8 @@ class View:
     """Facts that all hooks on a client read; :class:`Client` and :class:`Step` add others.
 
     ``loaded``: the model's entries as the server sent them. ``memory`` and ``server``: the rule's memories, on this
-    client and as broadcast. ``lr``: the model's learning rate in this round; for stacked clients, a scalar tensor.
+    client and as broadcast. ``lr``: the model's learning rate in this round; for stacked clients, a scalar tensor; NaN
+    where :meth:`Rule.personalize` makes a model for use, without local work.
     """
 
     def __init__(self, network: Network, bound: Declared, index: int, job: LocalTrainingState, state: State) -> None:

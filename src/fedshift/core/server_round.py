@@ -50,7 +50,7 @@ class ClientSizes:
 
 def sums_suffice(plan: Plan) -> bool:
     """Return whether the server needs only the weighted sum of the clients' entries."""
-    return bool(plan.sent) and not any(bound.entries or bound.rule.aggregates for bound in plan.rules)
+    return bool(plan.sent) and not any(b.entries or b.rule.aggregates or b.rule.mixes for b in plan.rules)
 
 
 class StreamingAggregator:
@@ -152,6 +152,9 @@ def fold(plan: Plan, server: ServerState, received: Sequence[Received], mean: St
 
 
 def _check_declared(plan: Plan, bound: Declared, folded: Folded) -> None:
+    if lost := bound.kept.keys() - folded.kept.keys():
+        what = f"{bound.rule.source_method} declares {min(lost)!r} as kept, but its fold() drops it"
+        raise UsageError(f"method {plan.method.label!r}: {what}: return Folded(..., kept=...)")
     for flag, names in (("keeps", folded.kept.keys() - bound.kept.keys()), ("mixes", folded.mixes.keys())):
         if names and not getattr(bound.rule, flag):
             raise UsageError(

@@ -49,6 +49,7 @@ def compute_objective(
             step = Step(batch, index, {**params, **job.rest})
             batch.x, batch.y = plan.rules[index].rule.batch(batch.x, batch.y, step)
         if job.separate_phase:
+            vars(batch).pop("passed", None)  # of the batch before rules changed it
             total = loss = torch.zeros((), dtype=plan.dtype, device=x.device)
         else:
             passed = compute_features(
