@@ -32,8 +32,6 @@ from ..data.files.images import UNREAD
 from ..data.files.mask_writing import write_mask
 from ..data.files.masks import FIELDS, MASKS, match_names
 from ..data.files.signals import SIGNALS
-from ..data.files.table_schema import SUFFIXES as TABLES
-from ..data.files.table_schema import read_rows
 from ..data.files.volume_decoding import (
     READABLE,
     VolumeHeader,
@@ -42,6 +40,8 @@ from ..data.files.volume_decoding import (
     find_stem,
     read_volume_header,
 )
+from ..data.readers.tables import SUFFIXES as TABLES
+from ..data.readers.tables import read_rows
 from ..tasks.segmentation import IGNORED
 from ..tasks.surfaces import compare_surfaces
 from ..tasks.task import count_by_class
