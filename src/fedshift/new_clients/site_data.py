@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -130,8 +130,8 @@ def _read_images(
     height, width = shape[1:]
     patch = (height, width) if schema.preparation.patched else ()
     reading = ReadOptions(
-        image_size=spec.image_size, differing=(height, width), on_unreadable=spec.on_unreadable, progress=progress,
-        patch=patch,
+        image_size=spec.image_size, differing=(height, width), on_data_error=spec.on_data_error, progress=progress,
+        patch=f"{width},{height}" if patch else None,
     )  # fmt: skip
     name = client_name(path)
     images = inspect_images(path, {name: files}, reading, cases=bool(patch))
@@ -152,8 +152,8 @@ def _read_images(
 
 def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec, notices: list[str] | None) -> None:
     """Add a notice about the ``broken`` ones of ``count`` files, or refuse them, as all files always are."""
-    choice: Literal["refuse", "skip"] = spec.on_unreadable if len(broken) < count else "refuse"
-    refuse_broken(path, broken, count, ReadOptions(on_unreadable=choice))
+    choice = spec.on_data_error if len(broken) < count else "refuse"
+    refuse_broken(path, broken, count, ReadOptions(on_data_error=choice))
     if broken and notices is not None:
         notices.append(describe_broken(client_name(path), broken, count))
 
