@@ -16,14 +16,14 @@ import torch
 from numpy.typing import NDArray
 
 from ..config.spec import DataSpec
+from ..data.decoding.dicom import holds_slices
+from ..data.decoding.images import SUFFIXES
+from ..data.decoding.volumes import UNMEASURED, is_volume, read_volume_header
 from ..data.far_values import judge_newcomers
 from ..data.federation import ClientData, Federation
-from ..data.files.dicom import holds_slices
-from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, read_all
 from ..data.files.images import describe_broken, describe_lost, refuse_broken
 from ..data.files.read_options import Progress, ReadOptions
-from ..data.files.volume_decoding import UNMEASURED, is_volume, read_volume_header
 from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fedshift.data.assembly import read_folder
-from fedshift.data.files.dicom import read_series, stack_slices
-from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.volume_decoding import READABLE, decode_mask, decode_volume, read_volume_header
+from fedshift.data.decoding.dicom import read_series, stack_slices
+from fedshift.data.decoding.images import Unreadable
+from fedshift.data.decoding.volumes import READABLE, decode_mask, decode_volume, read_volume_header
 from fedshift.data.preparation import Decoding, Preparation
 from fedshift.export.loading import ExportedModel
 from fedshift.export.prediction import list_files, predict_files

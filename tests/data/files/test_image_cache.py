@@ -11,11 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-import fedshift.data.files.image_decoding as image_decoding
+import fedshift.data.decoding.images as image_decoding
 import fedshift.data.files.image_store as image_store
 from fedshift.data.assembly import read_source
-from fedshift.data.files import signals, volume_decoding
-from fedshift.data.files.image_decoding import Unreadable, explain_unreadable
+from fedshift.data.decoding import signals
+from fedshift.data.decoding import volumes as volume_decoding
+from fedshift.data.decoding.images import Unreadable, explain_unreadable
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.utils.errors import UsageError
 from tests.data.files.conftest import noise, refused, samples, write

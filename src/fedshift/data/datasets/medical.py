@@ -19,14 +19,14 @@ from numpy.typing import NDArray
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
+from ..decoding.resizing import resize_mask, resize_volume
+from ..decoding.volumes import decode_mask, decode_volume, find_stem
 from ..federation import LAZY, ClientData, Federation
 from ..files.image_store import read_all
 from ..files.read_options import Progress
-from ..files.volume_decoding import decode_mask, decode_volume, find_stem
 from ..files.volumes import VolumeStore
 from ..formats import read_csv
 from ..partition import draw_units
-from ..resizing import resize_mask, resize_volume
 from ..stores import RecentArrays
 from ._card import make_card
 from ._file_lists import LISTED, DomainFolders, decode_listed, find_domains, read_listed
