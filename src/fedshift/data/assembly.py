@@ -68,7 +68,7 @@ def read_folder(
 
     """
     facts = {name: choices.pop(name) for name in ("schema", "cache", "progress", "differing") if name in choices}
-    spec = make_settings({"domains": domains, "classes": classes, **choices}, DataSpec)
+    spec = make_settings({"domains": domains, "classes": classes, **choices}, DataSpec, "setting of data")
     return read_source(Path(path), ReadOptions.from_spec(spec, **facts))
 
 
