@@ -67,6 +67,8 @@ def read_folder(
 
     """
     chosen = None if domains is None else tuple(domains)
+    if isinstance(choices.get("task"), str):
+        choices["task"] = TASKS.parse(choices["task"])
     return read_source(Path(path), ReadOptions(domains=chosen, classes=classes, **choices))
 
 

@@ -17,12 +17,12 @@ from typing_extensions import override
 
 from ...utils.errors import UsageError
 from ..agreement import refuse_other_class_names
-from ..arrays import is_hub_dataset, list_class_names
+from ..arrays import list_class_names
 from ..files.read_options import ReadOptions
 from ..files.table_schema import BATCH_CELLS, TableFile
 from ..scan import SPLITS, Scan, choose_clients
 from . import tables
-from ._objects import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
+from .arrays import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
 
 holds = "tables in memory"
 options = tables.options
@@ -112,7 +112,7 @@ def _open_table(name: str, given: Any, reading: ReadOptions) -> _TableInMemory:
 
 def _to_arrow(name: str, given: Any) -> pa.Table:
     """Return a frame, or a HuggingFace dataset of single values, as an Arrow table."""
-    frame = given.to_pandas() if is_hub_dataset(given) else given
+    frame = given.to_pandas() if hasattr(given, "to_pandas") else given
     frame = frame.rename(columns=str)
     twice = [column for column, count in Counter(frame.columns).items() if count > 1]
     if twice:
