@@ -20,8 +20,10 @@ from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import AUGMENTATIONS
+from fedshift.data.decoding import dicom
+from fedshift.data.decoding import volumes as volume_decoding
 from fedshift.data.digits import digits
-from fedshift.data.files import dicom, image_store, volume_decoding, volumes
+from fedshift.data.files import image_store, volumes
 from fedshift.data.sources import SPLITS
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shifts

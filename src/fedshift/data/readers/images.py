@@ -26,9 +26,9 @@ from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
+from ..decoding.images import SUFFIXES, Header
 from ..files import image_store
 from ..files import images as folders
-from ..files.image_decoding import SUFFIXES, Header
 from ..files.image_store import ImageFile, ImageStore
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
