@@ -131,12 +131,12 @@ def test_a_benchmark_is_found_again_where_its_root_was(cli, tmp_path, monkeypatc
 
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert anchor_paths(RunSpec(data="pacs")).root is None  # nothing is there
+    assert anchor_paths(RunSpec(data="domainnet")).root is None  # nothing is there
     (tmp_path / "data").mkdir()
-    assert anchor_paths(RunSpec(data="pacs")).root == str(tmp_path / "data")
+    assert anchor_paths(RunSpec(data="domainnet")).root == str(tmp_path / "data")
     assert anchor_paths(RunSpec(data="digits")) == RunSpec(data="digits")
     (tmp_path / "digits").mkdir()
     assert anchor_paths(RunSpec(data="digits")).data == "digits"  # the embedded ones, as without a run
-    again = anchor_paths(RunSpec(data="pacs"))
+    again = anchor_paths(RunSpec(data="domainnet"))
     monkeypatch.chdir("/")
     assert anchor_paths(again) == again
