@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -109,7 +110,7 @@ class Samples:
         tensors = [self.y, *(() if self.rows is None else (self.rows,))]
         if isinstance(self.store, Tensor):
             tensors.insert(0, self.store)
-        own = id(self.store) if isinstance(self.store, LazyStore) else None
+        own = self.store if self.lazy else None
         return own, tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
 
     @property
@@ -120,10 +121,7 @@ class Samples:
     @property
     def distinct_rows(self) -> Tensor:
         """Number of each sample, from 0 in order of first occurrence (int64 ``[N]``); copies share a number."""
-        if self.rows is None:
-            return torch.arange(len(self))
-        _, first, number = np.unique(self.rows.numpy(), return_index=True, return_inverse=True)
-        return torch.from_numpy(first.argsort().argsort()[number])
+        return torch.arange(len(self)) if self.rows is None else number_distinct(self.rows)[0]
 
     @property
     def units(self) -> Tensor:
@@ -274,7 +272,8 @@ class Samples:
 
     def copy_alone(self) -> Samples:
         """Return the same samples, without groups, in an array that has no others."""
-        return self._replace(x=self.x, rows=None, group=None, patches=_join_patches([(self, self.all_rows.numpy())]))
+        patches = self.patches and self.patches.take(self.all_rows)
+        return self._replace(x=self.x, rows=None, group=None, patches=patches)
 
     def read_all(self) -> Iterator[Tensor]:
         """Yield copies of all stored samples, some at a time ``[n, ...]``, without padding."""
@@ -364,12 +363,32 @@ def are_alike(parts: Sequence[Samples]) -> bool:
 
 def count_bytes(parts: Iterable[Samples]) -> int:
     """Return the number of bytes of the samples in ``parts``; shared arrays count once, lazy samples count 0."""
-    stores = {id(part.store): part.store for part in parts}
-    return sum(store.nbytes for store in stores.values() if isinstance(store, Tensor))
+    return sum(store.nbytes for store in {part.store for part in parts} if isinstance(store, Tensor))
+
+
+def number_rows(parts: Sequence[Samples], *keys: Hashable) -> Tensor:
+    """Return the number of each sample of all ``parts``, int64 ``[N]``; equal numbers are one row of one store.
+
+    Rows are counted through the stores, one after another. ``keys``: of each part; rows under other keys differ.
+    """
+    starts: dict[Hashable, int] = {}
+    end, rows = 0, []
+    for part, key in zip_longest(parts, keys):
+        if (part.store, key) not in starts:
+            starts[part.store, key] = end
+            end += len(part.store)
+        rows.append(starts[part.store, key] + part.all_rows)
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
+def number_distinct(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of each value, from 0 in order of first occurrence, and the places of these occurrences."""
+    _, first, number = np.unique(values.cpu().numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[number]), torch.from_numpy(np.sort(first))
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
-    """Concatenate the samples of ``parts``; duplicate splits are skipped.
+    """Concatenate the samples of ``parts``; duplicate splits are skipped, and copies remain one row of one store.
 
     Parts that share an array continue to share it. If types or normalizations differ, network inputs are concatenated.
     Raises :class:`UsageError` if shapes differ.
@@ -379,33 +398,38 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
         raise UsageError(
             f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
         )
-    distinct = list({id(part): part for part in parts}.values())
-    if len(distinct) == 1:
-        return distinct[0]
-    distinct = _extend_alike(distinct)
-    first, y = distinct[0], torch.cat([part.y for part in distinct])
-    group = _join_groups(distinct)
-    if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
-        rows = torch.cat([part.all_rows for part in distinct])
-        return first._replace(y=y, rows=rows, group=group)
-    kinds = {(part.dtype, part.normalization) for part in distinct}
-    if any(part.lazy for part in distinct):
-        if len(kinds) > 1:
+    parts = _extend_alike(list(dict.fromkeys(parts)))
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    rows, stores = number_rows(parts, *(part.normalization for part in parts)), dict.fromkeys(p.store for p in parts)
+    joined = first._replace(y=torch.cat([part.y for part in parts]), rows=rows, group=_join_groups(parts))
+    alike = len({(part.dtype, part.normalization) for part in parts}) == 1
+    if alike and len(stores) == 1:
+        return joined
+    if any(part.lazy for part in parts):
+        if not alike:
             raise UsageError(
                 "lazy samples of different types or scalings cannot be put together: give all clients one type and one "
                 "scaling ({})",
                 Ref(normalize="half"),
             )
-        stores = list({id(part.store): part.store for part in distinct}.values())
-        starts = dict(zip(map(id, stores), np.cumsum([0, *map(len, stores)]).tolist(), strict=False))
-        rows = torch.cat([starts[id(part.store)] + part.all_rows for part in distinct])
-        patches = _join_patches([(part, ...) for part in {id(part.store): part for part in distinct}.values()])
-        return first._replace(x=JoinedStore(stores), y=y, rows=rows, group=group, patches=patches)
-    once, rows_N = _keep_once(distinct)
-    x = torch.cat([part.scale(part.copy_rows(slice(None))) if len(kinds) > 1 else part.x for part in once])
-    normalization = HALF if len(kinds) > 1 else first.normalization
-    patches = _join_patches([(part, part.all_rows.numpy()) for part in once])
-    return Samples(x=x, y=y, rows=rows_N, normalization=normalization, group=group, patches=patches)
+        leads = {part.store: part.patches for part in reversed(parts)}
+        return joined._replace(x=JoinedStore(list(stores)), patches=_join_patches([leads[store] for store in stores]))
+    number, places = number_distinct(rows)
+    once = [part.take(own) for part, own in zip(parts, _divide(places, parts), strict=True)]
+    x = torch.cat([part.x if alike else part.scale(part.x) for part in once])
+    patches = _join_patches([part.patches and part.patches.take(part.all_rows) for part in once])
+    whole = number if len(number) > len(places) else None
+    return joined._replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
+
+
+def _divide(places: Tensor, parts: Sequence[Samples]) -> list[Tensor]:
+    """Return which samples of each part are at ``places``, ascending, of all ``parts`` one after another."""
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+    edges = torch.searchsorted(places, ends).tolist()
+    starts = [0, *ends.tolist()]
+    return [own - start for own, start in zip(places.tensor_split(edges[:-1]), starts, strict=False)]
 
 
 def _extend_alike(parts: list[Samples]) -> list[Samples]:
@@ -413,17 +437,14 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
     if len({part.whole_shape for part in parts}) < 2:
         return parts
     size = tuple(max(lengths) for lengths in zip(*(part.whole_shape[1:] for part in parts), strict=True))
-    enlarge = partial(extend, size=size)
-    stores = {id(part.store): map_store(part.store, enlarge) for part in parts}
-    return [part._replace(x=stores[id(part.store)], y=extend(part.y, size, IGNORED)) for part in parts]
+    enlarge = cache(lambda store: map_store(store, partial(extend, size=size)))  # once for each store
+    return [part._replace(x=enlarge(part.store), y=extend(part.y, size, IGNORED)) for part in parts]
 
 
-def _join_patches(parts: Sequence[tuple[Samples, Any]]) -> Patches | None:
-    """Return the patches of a store that has the given rows of each part's store, one part after another."""
-    each = [(part.patches, rows) for part, rows in parts if part.patches is not None]
-    if not each:
-        return None
-    return replace(each[0][0], extents=np.concatenate([own.extents[rows] for own, rows in each]))
+def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
+    """Return the patches of a store that has the rows of several, one after another."""
+    some = [each for each in patches if each is not None]
+    return replace(some[0], extents=np.concatenate([each.extents for each in some])) if some else None
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
@@ -439,29 +460,6 @@ def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
         number[alone] = own
         numbers.append(number)
     return torch.cat(numbers)
-
-
-def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | None]:
-    """Return samples that hold each row of the stores of ``parts`` once, and the row of each sample in their sequence.
-
-    Copies therefore stay rows of one store and are recognized. None: there are no copies, and the order is as in
-    ``parts``.
-    """
-    groups: dict[tuple[int, Scaling], list[int]] = {}
-    for number, part in enumerate(parts):
-        groups.setdefault((id(part.store), part.normalization), []).append(number)
-    once, places, start = [], [torch.empty(0)] * len(parts), 0
-    for members in groups.values():
-        rows = torch.cat([parts[number].all_rows for number in members])
-        distinct, place = torch.unique(rows, return_inverse=True)
-        lead = parts[members[0]]
-        y = lead.y.new_zeros((len(distinct), *lead.y.shape[1:]))
-        once.append(lead._replace(y=y, rows=distinct, group=None))
-        sizes = [len(parts[number]) for number in members]
-        for number, own in zip(members, torch.split(place + start, sizes), strict=True):
-            places[number] = own
-        start += len(distinct)
-    return (parts, None) if start == sum(map(len, parts)) else (once, torch.cat(places))
 
 
 def digest_samples(split: Samples) -> tuple[str, str]:
