@@ -56,7 +56,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
         for split in client.splits.values():
             users.setdefault(split, []).append(client.name)
     blocks = {
-        (_abbreviate(users[split], changed.names) or client.name, name): split.all_rows.numpy()
+        (_abbreviate(users[split], changed.names) or client.name, name): split.rows.numpy()
         for client in changed.clients
         for name, split in client.splits.items()
     }

@@ -92,7 +92,7 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
                     "leave it out, or rename it"
                 )
         number = torch.tensor([theirs.index(name) for name in ours])
-        data = data.map_splits(lambda split: split.relabel(number))
+        data = data.map_splits(lambda split: split.with_targets(number[split.y]))
     elif data.classes > layout.classes:
         raise UsageError(
             f"{data.name} has labels up to {data.classes - 1}, but the classes of {whose} are {layout.classes}: leave "
