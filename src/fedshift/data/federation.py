@@ -25,7 +25,7 @@ from ..tasks.task import PLURALS as PLURALS
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
-from ..utils.words import Information
+from ..utils.words import Information, join_some
 from .agreement import check_scales, name_scales
 from .columns import Column
 from .decoding.resizing import describe_stretch, resize, resize_masks
@@ -351,8 +351,11 @@ class Federation:
                 made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
             return made.with_targets(resize_masks(split.y, target))
 
-        told = "" if cases else describe_stretch(sizes, target)
-        return replace(self.map_splits(fit_split), notices=(*self.notices, *([told] if told else [])))
+        told = [] if cases else [describe_stretch(sizes, target)]
+        if len(sizes) > 1 and not size and not cases:
+            some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
+            told.append(f"images of {some} pixels become 28 x 28: image_size chooses another size")
+        return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(
         self, size: Size, *, extents: Mapping[int, NDArray[np.int64]] | None = None, fixed: bool = False
@@ -484,6 +487,18 @@ class Federation:
                 )
         check_scales(self.named_splits(), common, self.inputs)
         return self
+
+    def tell_shared_tests(self) -> Federation:
+        """Return the federation with a notice about test samples that several clients share."""
+        users: dict[Samples, list[str]] = {}
+        for client in self.clients:
+            users.setdefault(client.test, []).append(client.name)
+        told = [
+            f"{join_some(names)} share {len(test)} test samples: their results are of the same samples"
+            for test, names in users.items()
+            if len(names) > 1
+        ]
+        return replace(self, notices=tuple(dict.fromkeys((*self.notices, *told))))
 
     def named_splits(self) -> dict[str, Samples]:
         """Return every split by its name in messages."""

@@ -358,7 +358,8 @@ def _partition(
                     f"{name}(clients={clients}): samples of client {next(repeated, data.names[0])!r} are repeated, and "
                     "several clients would have copies: put repeat() after it"
                 )
-        return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data, whole[1])))
+        dealt = tuple(client for whole in wholes for client in deal(whole[0], data, whole[1]))
+        return replace(data, clients=dealt).tell_shared_tests()
 
     return change
 

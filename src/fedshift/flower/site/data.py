@@ -13,7 +13,7 @@ from ...config.spec import DataSpec
 from ...data.columns import Column
 from ...data.federation import Federation
 from ...data.files.images import holds_images
-from ...data.files.table_schema import find_tables, is_table
+from ...data.readers.tables import find_tables, is_table
 from ...data.schema import Layout
 from ...data.sources import load_source
 from ...utils.errors import UsageError
