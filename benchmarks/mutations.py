@@ -271,9 +271,9 @@ ENGINES = (
 )  # fmt: skip
 
 DATA = (
-    Fault("slices-left-is-right", "data/files/dicom.py", "read_series", "affine[:3] *= _LPS_TO_RAS[:, None]", "pass",
+    Fault("slices-left-is-right", "data/decoding/dicom.py", "read_series", "affine[:3] *= _LPS_TO_RAS[:, None]", "pass",
           "tests/data/files/test_dicom.py"),
-    Fault("slices-turned-by-file-names", "data/files/dicom.py", "stack_slices", "return np.stack(values)",
+    Fault("slices-turned-by-file-names", "data/decoding/dicom.py", "stack_slices", "return np.stack(values)",
           "return np.stack(values)[np.argsort([file.name for file in series.files])]",
           "tests/data/files/test_dicom.py"),
     Fault("validation-samples-in-training", "data/federation.py", "Federation.hold_out",
@@ -288,13 +288,12 @@ DATA = (
           "labels[file.category] for file in own",
           "sorted({f.category for f in own}).index(file.category) for file in own",
           "tests/data/files/test_images.py tests/data/files"),
-    Fault("labels-mapped-backwards", "data/samples.py", "Samples.relabel", "labels.to(self.y.device)[self.y]",
-          "labels.argsort().to(self.y.device)[self.y]",
+    Fault("labels-mapped-backwards", "data/joining.py", "match_labels", "number[split.y]", "number.argsort()[split.y]",
           "tests/data/test_agreement.py tests/data/test_objects.py tests/new_clients/test_site_data.py"),
     Fault("classes-not-shuffled", "data/partition.py", "_cut", "rng.permutation(index)", "index",
           "tests/data/test_partition.py"),
-    Fault("joined-stores-start-at-0", "data/samples.py", "join_samples", "starts[id(part.store)] + part.all_rows",
-          "part.all_rows", "tests/data/test_lazy_datasets.py tests/data/test_stores.py tests/data/test_samples.py"),
+    Fault("joined-stores-start-at-0", "data/samples.py", "number_rows", "starts[part.store, key] + part.rows",
+          "part.rows", "tests/data/test_lazy_datasets.py tests/data/test_stores.py tests/data/test_samples.py"),
     Fault("missing-category-is-none-of-them", "data/files/table_schema.py", "fill_cells", "out[place < 0] = np.nan",
           "pass", "tests/data/files/test_tables.py"),
 )  # fmt: skip

@@ -6,15 +6,18 @@ import ast
 import inspect
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
+from ..utils.files import read_text
 from .seeds import write_seeds
 from .settings_file import FILE, WRITTEN
 from .spec import OF_ONE, PYTHON
@@ -31,11 +34,13 @@ def find_settings(config: Path | None, resume: Path | None) -> Path:
 
 def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     """Return the settings in a TOML file by their Python names, with lists in the form of the flags."""
+    text = read_text(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(text)
     except ValueError as error:
+        paths = "; in quotes, write / for each \\, or use single quotes" if "\\" in text else ""
         raise UsageError(
-            f'{path} is not valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
+            f'{path} is not valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"{paths}'
         ) from error
     values.pop(WRITTEN, None)
     return select_settings(values, path, allowed)
@@ -88,6 +93,25 @@ def check_settings(settings: object, kind: type) -> None:
                 problems.append(UsageError(f"{{}}: {explain(problem)}", Ref(**{name: value})))
     if problems:
         raise UsageError("; ".join(["{}"] * len(problems)), *problems)
+
+
+S = TypeVar("S")
+
+
+def make_settings(given: Mapping[str, Any], kind: type[S], role: str = "setting") -> S:
+    """Return a ``kind`` with the values ``given`` by name; ``role``: word for a setting in messages.
+
+    Raises :class:`UsageError` for an unknown name, or listing each invalid value with the allowed values.
+    """
+    defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    for name in given:
+        if name not in defaults:
+            raise unknown_name(role, name, list(defaults))
+    check_settings(SimpleNamespace(**{**defaults, **given}), kind)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        raise find_refusal(error) or error from None
 
 
 def _list_choices(hint: Any) -> list[str]:

@@ -10,8 +10,8 @@ import torch
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
-from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.signals import decode_signal, read_signal_header
+from fedshift.data.decoding.images import Unreadable
+from fedshift.data.decoding.signals import decode_signal, read_signal_header
 from fedshift.data.preparation import Preparation
 from fedshift.flower.site.data import load_local
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -73,7 +73,7 @@ def test_leads_are_matched_by_name_and_voltages_in_one_unit(root):
     kpa = replace(kept, decoding=replace(kept.decoding, units=("mv", "kpa")))
     with pytest.raises(UsageError, match="has the lead 'v1' in mv, and ecg in kpa: convert it to the same unit"):
         read_folder(root / "north", schema=replace(data.schema, preparation=kpa))
-    with pytest.raises(UsageError, match="has the lead 'v1' in mv: the model takes it in kpa"):
+    with pytest.raises(UsageError, match="has the lead 'v1' in mv, not kpa: give a file that the model takes"):
         kpa.store(str(file))
     other = replace(kept, decoding=replace(kept.decoding, leads=("i", "v1")))
     with pytest.raises(UsageError, match="has the leads ii, v1 at 50 Hz, and ecg i, v1 at 50 Hz"):
