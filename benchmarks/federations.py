@@ -20,9 +20,9 @@ import numpy as np
 import torch
 
 import fedshift
+from fedshift.data.decoding.resizing import resize
 from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet, domain_mix, iid, labels, quantity
-from fedshift.data.resizing import resize
 from fedshift.data.samples import Samples
 from fedshift.utils.errors import FedshiftError
 

@@ -271,9 +271,9 @@ ENGINES = (
 )  # fmt: skip
 
 DATA = (
-    Fault("slices-left-is-right", "data/files/dicom.py", "read_series", "affine[:3] *= _LPS_TO_RAS[:, None]", "pass",
+    Fault("slices-left-is-right", "data/decoding/dicom.py", "read_series", "affine[:3] *= _LPS_TO_RAS[:, None]", "pass",
           "tests/data/files/test_dicom.py"),
-    Fault("slices-turned-by-file-names", "data/files/dicom.py", "stack_slices", "return np.stack(values)",
+    Fault("slices-turned-by-file-names", "data/decoding/dicom.py", "stack_slices", "return np.stack(values)",
           "return np.stack(values)[np.argsort([file.name for file in series.files])]",
           "tests/data/files/test_dicom.py"),
     Fault("validation-samples-in-training", "data/federation.py", "Federation.hold_out",

@@ -20,8 +20,10 @@ from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import AUGMENTATIONS
+from fedshift.data.decoding import dicom
+from fedshift.data.decoding import volumes as volume_decoding
 from fedshift.data.digits import digits
-from fedshift.data.files import dicom, image_store, volume_decoding, volumes
+from fedshift.data.files import image_store, volumes
 from fedshift.data.sources import SPLITS
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shifts
@@ -45,7 +47,7 @@ from tests.nn.test_adapters import provide_peft
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-WORDS = {3: "three", 5: "five", 7: "seven", 10: "ten", 30: "Thirty"}
+WORDS = {3: "three", 5: "five", 7: "seven", 10: "ten", 19: "Nineteen", 30: "Thirty"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

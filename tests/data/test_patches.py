@@ -173,7 +173,7 @@ def eyes(tmp_path):
 
 def test_pictures_of_several_sizes_keep_them(eyes, tmp_path):
     for _ in range(2):  # decoded, and from the cache
-        data = read_folder(eyes, patch=(4,), cache=tmp_path / "cache").check()
+        data = read_folder(eyes, patch="4", cache=tmp_path / "cache").check()
         assert {client.name: client.train.whole_shape for client in data.clients} == {"a": (3, 9, 8), "b": (3, 12, 12)}
         for client in data.clients:
             assert client.train.shape == (3, 4, 4)

@@ -16,8 +16,8 @@ from scipy.stats import binomtest
 from torch import nn
 
 import fedshift
+from fedshift.data.decoding.resizing import resize
 from fedshift.data.preparation import Preparation
-from fedshift.data.resizing import resize
 from fedshift.export.loading import ExportedModel
 from fedshift.export.programs import save_onnx
 from fedshift.export.source import export_run, find_licenses

@@ -11,8 +11,8 @@ from PIL import Image
 
 import fedshift
 from fedshift.data.columns import Column
+from fedshift.data.decoding.volumes import decode_mask
 from fedshift.data.far_values import FarValues
-from fedshift.data.files.volume_decoding import decode_mask
 from fedshift.data.preparation import Decoding, FeatureScaling, Preparation
 from fedshift.export.loading import ExportedModel
 from fedshift.export.prediction import predict_files

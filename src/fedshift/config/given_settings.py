@@ -6,11 +6,13 @@ import ast
 import inspect
 import tomllib
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from textwrap import dedent
-from typing import Any, get_args, get_type_hints
+from types import SimpleNamespace
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -88,6 +90,25 @@ def check_settings(settings: object, kind: type) -> None:
                 problems.append(UsageError(f"{{}}: {explain(problem)}", Ref(**{name: value})))
     if problems:
         raise UsageError("; ".join(["{}"] * len(problems)), *problems)
+
+
+S = TypeVar("S")
+
+
+def make_settings(given: Mapping[str, Any], kind: type[S], role: str = "setting") -> S:
+    """Return a ``kind`` with the values ``given`` by name; ``role``: word for a setting in messages.
+
+    Raises :class:`UsageError` for an unknown name, or listing each invalid value with the allowed values.
+    """
+    defaults = {field.name: field.default for field in fields(kind)}  # type: ignore[arg-type]
+    for name in given:
+        if name not in defaults:
+            raise unknown_name(role, name, list(defaults))
+    check_settings(SimpleNamespace(**{**defaults, **given}), kind)
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        raise find_refusal(error) or error from None
 
 
 def _list_choices(hint: Any) -> list[str]:

@@ -218,7 +218,7 @@ class DataSpec:
     root: Annotated[str | None, Parameter(group=PREPARING)] = None
     """Directory with the files of benchmarks; by default the directory in FEDSHIFT_DATA, or data."""
 
-    domains: Annotated[Names | None, Parameter(group=PREPARING)] = None
+    domains: Annotated[Any, BeforeValidator(_read_names), Parameter(group=PREPARING)] = None
     """Clients to use, comma-separated, in the order of the tables; 'center-*' chooses by a pattern, '!north' leaves one
     out; by default all."""
 

@@ -17,7 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ..tasks.catalog import TASKS
+from ..config.given_settings import make_settings
+from ..config.spec import DataSpec
 from ..tasks.classification import CLASSIFICATION
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
@@ -60,16 +61,15 @@ def read_folder(
             stay on disk; one CSV or Parquet file per client. Or one table, with ``client_column``.
         domains: Names of the clients to read, in this order; None: all.
         classes: Number of classes; None: as found.
-        choices: Further fields of :class:`~fedshift.data.files.read_options.ReadOptions`.
+        choices: Further settings of :class:`~fedshift.data.files.read_options.ReadOptions`, as on the command line.
 
     Raises:
         UsageError: A file cannot be read, or the directory contains none or several of these layouts.
 
     """
-    chosen = None if domains is None else tuple(domains)
-    if isinstance(choices.get("task"), str):
-        choices["task"] = TASKS.parse(choices["task"])
-    return read_source(Path(path), ReadOptions(domains=chosen, classes=classes, **choices))
+    facts = {name: choices.pop(name) for name in ("schema", "cache", "progress", "differing") if name in choices}
+    spec = make_settings({"domains": domains, "classes": classes, **choices}, DataSpec, "setting of data")
+    return read_source(Path(path), ReadOptions.from_spec(spec, **facts))
 
 
 def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
@@ -126,7 +126,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     if not reading.patch:
         return whole
     extents = {id(store): each for store, each in zip(loaded.stores, loaded.extents, strict=False)}
-    return whole.cut_patches(reading.patch, extents=extents, fixed=reading.image_size is not None)
+    return whole.cut_patches(reading.patch_size, extents=extents, fixed=reading.image_size is not None)
 
 
 def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
@@ -263,7 +263,6 @@ def federation(
         UsageError: An array has an invalid shape, type or range, or a dataset cannot be read.
 
     """
-    kind = None if task is None else TASKS.parse(task)
-    reading = ReadOptions(classes=classes, target=target, task=kind)
+    reading = ReadOptions(classes=classes, target=target, task=task)
     made = assemble(arrays, arrays.scan(clients, reading), reading)
     return replace(made, name=name, note=note)

@@ -28,9 +28,9 @@ from ..utils.random_streams import stream
 from ..utils.words import Information
 from .agreement import check_scales, name_scales
 from .columns import Column
+from .decoding.resizing import describe_stretch, resize, resize_masks
 from .patches import Patches, Size
 from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
-from .resizing import describe_stretch, resize, resize_masks
 from .samples import (
     SHOWN,
     Samples,
@@ -425,21 +425,27 @@ class Federation:
         return replace(self, clients=(ClientData.from_splits("pooled", joined),))
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Digest of every sample and target of every split, so that a run is never resumed with other data.
+    def digests(self) -> dict[str, str]:
+        """By client, the number and digests of the samples and targets of its splits, of which a resumed run has equal.
 
-        It covers values in memory, items of lazy datasets, and what files hold that batches decode; if a split has more
-        than 256 MB of such files, the name, size and time of change of each: copy these with their times (``cp -a``).
+        They cover values in memory, items of lazy datasets, and what files hold that batches decode; if a split has
+        more than 256 MB of such files, the name, size and time of change of each: copy these with their times
+        (``cp -a``).
         """
-        known: dict[tuple[int, ...], bytes] = {}
-        whole = blake2b("".join(map(str, self.inputs)).encode(), digest_size=16)
-        for client in self.clients:
-            for name, split in client.splits.items():
-                samples = tuple(map(id, (split.store, split.rows, split.y, split.normalization, split.patches)))
-                if samples not in known:
-                    known[samples] = digest_samples(split)
-                whole.update(f"{client.name}/{name}{split.normalization.stamp}".encode() + known[samples])
-        return whole.hexdigest()
+        known = cache(digest_samples)
+        return {
+            client.name: ", ".join(
+                f"{len(split)} {name} samples {samples}, targets {targets}"
+                for name, split in client.splits.items()
+                for samples, targets in [known(split)]
+            )
+            for client in self.clients
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of every sample and target of every split of every client."""
+        return blake2b(f"{self.inputs}{self.digests}".encode(), digest_size=16).hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:
         """Return the federation if it can be trained on; otherwise raise :class:`UsageError` naming client and value.

@@ -19,7 +19,7 @@ from ..nn.several_inputs import Input, Inputs, Kind, name_inputs
 from ..utils.errors import UsageError
 
 EXACT = 2**24
-"""Largest magnitude up to which floats of 32 bits hold every integer."""
+"""Floats of 32 bits hold every integer up to this magnitude."""
 MOST_INPUTS = 64
 """Largest number of inputs of a sample."""
 Array = NDArray[Any]

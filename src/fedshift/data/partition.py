@@ -261,7 +261,7 @@ def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[st
     """Return the names that match ``patterns``, a sequence or separated by commas, in the order of the patterns.
 
     A pattern is a name or has ``*``, ``?`` and ``[...]`` as in file names. After ``!`` it excludes what it matches;
-    with such patterns alone, all other names match. Raises :class:`UsageError` if a pattern, or all, match no name.
+    with only such patterns, all other names match. Raises :class:`UsageError` if a pattern, or all, match no name.
     """
     if patterns in names:
         return (str(patterns),)

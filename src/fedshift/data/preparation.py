@@ -22,11 +22,11 @@ from torch import Tensor
 from ..nn.several_inputs import Input, Inputs, divide_rows
 from ..utils.errors import UsageError
 from .columns import Column
-from .files.image_decoding import Kind, Unreadable, convert_image, decode_image, find_kind, read_header
-from .files.signals import decode_signal, read_signal_header
-from .files.volume_decoding import decode_volume
+from .decoding.images import Kind, Unreadable, convert_image, decode_image, find_kind, read_header
+from .decoding.resizing import resize, resize_volume
+from .decoding.signals import decode_signal, read_signal_header
+from .decoding.volumes import decode_volume
 from .inputs import join_inputs
-from .resizing import resize, resize_volume
 from .usual_values import SCALE_RATIO, UsualValues
 
 Augment = Callable[[Tensor], Tensor]

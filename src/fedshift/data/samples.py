@@ -464,14 +464,14 @@ def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | No
     return (parts, None) if start == sum(map(len, parts)) else (once, torch.cat(places))
 
 
-def digest_samples(split: Samples) -> bytes:
-    """Return a 16-byte digest of all samples, before and after a table was scaled, and all targets, in their order.
+def digest_samples(split: Samples) -> tuple[str, str]:
+    """Return digests of all samples, before and after a table was scaled, and of all targets, in their order.
 
-    Lazy samples have the digest of :meth:`~fedshift.data.stores.LazyStore.digest`.
+    Each has 16 hexadecimal digits. Lazy samples have the digest of :meth:`~fedshift.data.stores.LazyStore.digest`.
     """
     rows, scaling, patches = split.all_rows.cpu().numpy(), split.normalization, split.patches
-    facts = len(split), split.whole_shape, str(split.dtype), scaling.stamp, str(split.y.dtype), tuple(split.y.shape)
-    found = blake2b(repr((*facts, patches and (patches.size, patches.resized))).encode(), digest_size=16)
+    facts = split.whole_shape, str(split.dtype), scaling.stamp, patches and (patches.size, patches.resized)
+    found = blake2b(repr(facts).encode(), digest_size=8)
     if patches is not None:
         found.update(patches.extents[rows].tobytes())
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
@@ -480,8 +480,9 @@ def digest_samples(split: Samples) -> bytes:
         found.update(split.store.digest(rows))
     else:
         found.update(digest_arrays(split.copy_rows(piece).cpu().numpy() for piece in split.pieces()))
-    found.update(digest_arrays([split.y.cpu().numpy()]))
-    return found.digest()
+    y = split.y.cpu().numpy()
+    targets = blake2b(f"{y.shape}{y.dtype}".encode() + digest_arrays([y]), digest_size=8)
+    return found.hexdigest(), targets.hexdigest()
 
 
 def digest_each(x: NDArray[np.generic]) -> NDArray[np.uint64]:

@@ -20,7 +20,6 @@ from .assignment import describe_assignment, saved
 from .federation import Federation
 from .files.read_options import Progress, ReadOptions
 from .partition import CHANGES, Change, match_names
-from .patches import parse_size
 from .preparation import HALF, IMAGENET, UNIT
 from .readers import refuse_unused
 from .schema import Layout, Schema
@@ -67,7 +66,7 @@ def load_source(
     schema: Layout | None = None,
     task: Task | None = None,
 ) -> Federation:
-    """Load the clients of ``data`` without splits or scaling.
+    """Load the clients of ``data`` without splits or scaling; images have one shape, unless they join a run's.
 
     Args:
         data: Name of an embedded federation or a benchmark, a path to user files, or an object with clients
@@ -80,7 +79,8 @@ def load_source(
 
     """
     task = TASKS.parse(spec.task) if task is None and spec.task else task
-    reading = _read_options(spec, progress, differing, schema, task)
+    kind = schema.task.forget() if isinstance(schema, Schema) else task
+    reading = ReadOptions.from_spec(spec, task=kind, schema=schema, progress=progress, differing=differing)
     whole = True  # in which clients are still to be chosen
     if isinstance(data, Federation):
         refuse_unused(reading, (), "a Federation")
@@ -106,11 +106,12 @@ def load_source(
         )
     if reading.patch:
         by_name = isinstance(data, str) and not Path(data).exists()
-        made = made.cut_patches(reading.patch, fixed=by_name or spec.image_size is not None)
+        made = made.cut_patches(reading.patch_size, fixed=by_name or spec.image_size is not None)
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains and whole else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
-    return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+    made = replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+    return made if isinstance(schema, Schema) else made.fit_images(spec.image_size)
 
 
 def _leaves_root_unread(data: object, root: Path) -> bool:
@@ -127,22 +128,6 @@ def _apply_task(data: Federation, task: Task | None, name: str) -> Federation:
     if not isinstance(task, type(data.task)):
         raise UsageError(f"task {str(task)!r}: {name} is for {data.task}: leave the task out, or give one of this kind")
     return replace(data, task=task)
-
-
-def _read_options(
-    spec: DataSpec,
-    progress: Progress | None,
-    differing: tuple[int, int] | None,
-    schema: Layout | None,
-    task: Task | None,
-) -> ReadOptions:
-    task = schema.task.forget() if isinstance(schema, Schema) else task
-    own = {name: getattr(spec, name) for name in READ}
-    return ReadOptions(
-        domains=spec.domains,
-        classes=spec.classes, image_size=spec.image_size, differing=differing, progress=progress, schema=schema,
-        on_unreadable=spec.on_unreadable, task=task, patch=parse_size(spec.patch), **own,
-    )  # fmt: skip
 
 
 def find_data(data: str) -> str:
@@ -169,8 +154,8 @@ def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federati
     honored = {"image_size", *signature(known[written]).parameters} - {"window"}  # ABIDE's is another one, of frames
     refuse_unused(reading, honored, written)
     given: dict[str, object] = {name: getattr(spec, name) for name in READ if name in reading.changed}
-    exact = spec.domains is not None and not set("*?[!") & set(spec.domains)  # patterns choose among all that are read
-    names = tuple(map(str.strip, str(spec.domains).split(","))) if exact else None
+    exact = isinstance(spec.domains, str) and not set("*?[!") & set(spec.domains)  # patterns choose among all
+    names = tuple(map(str.strip, spec.domains.split(","))) if exact else None
     given |= {"progress": reading.progress, "size": spec.image_size, "domains": names, "sites": names}
     given |= {"root": data_root(spec)}
     made = DATASETS.parse(data, **{name: value for name, value in given.items() if value})
@@ -209,7 +194,7 @@ def load_federation(
 
     ``differing``: as in :func:`load_source`.
     """
-    return prepare_clients(load_source(data, spec, progress, differing).fit_images(spec.image_size), spec)
+    return prepare_clients(load_source(data, spec, progress, differing), spec)
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:

@@ -15,8 +15,8 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
+from ..data.columns import feature_slices
 from ..data.federation import Federation
-from ..data.files.table_schema import feature_slices
 from ..data.usual_values import LEAST
 from ..tasks import Classification, Regression, Survival
 from ..utils.words import join_some

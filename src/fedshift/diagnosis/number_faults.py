@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
+from ..data.columns import feature_slices
 from ..data.far_values import OWN_SCALE, judge_clients
 from ..data.federation import ClientData, Federation
-from ..data.files.table_schema import feature_slices
 from ..data.preparation import FeatureScaling
 from ..data.usual_values import LEAST, find_outlying
 from ..tasks import Regression, Survival

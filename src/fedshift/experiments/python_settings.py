@@ -6,14 +6,12 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
-from pydantic import ValidationError
 
-from ..config.given_settings import check_settings, find_refusal
+from ..config.given_settings import make_settings
 from ..config.spec import CompareSpec, DataSpec, Spec
 from ..utils.errors import FedshiftError, UsageError, unknown_name
 from ..utils.user_code import locate_error
@@ -35,12 +33,7 @@ def make_spec(given: Mapping[str, Any], kind: type[S]) -> S:
     Raises :class:`UsageError` listing each setting with an invalid value, and the allowed values.
     """
     values = {name: simplify(name, value) for name, value in given.items()}
-    defaults = {setting.name: setting.default for setting in fields(kind)}
-    check_settings(SimpleNamespace(**defaults | values), kind)
-    try:
-        spec = kind(**values)
-    except ValidationError as error:
-        raise find_refusal(error) or error from None
+    spec = make_settings(values, kind)
     if isinstance(spec, Spec) and not isinstance(spec.optimizer, str):
         make_optimizer(spec, values)  # refuses other values beside it
     return spec

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..data.decoding.masks import place_mask
+from ..data.decoding.resizing import resize_volume
+from ..data.decoding.volumes import read_volume_header
 from ..data.far_values import warn_far
-from ..data.files.mask_writing import place_mask
-from ..data.files.volume_decoding import read_volume_header
 from ..data.patches import slide
 from ..data.preparation import Preparation
-from ..data.resizing import resize_volume
 from ..tasks import TASKS, Task
 from ..tasks.task import BATCH
 from ..utils.errors import FedshiftError, UsageError
@@ -107,7 +107,7 @@ class Predictor:
     def segment(self, file: str | Path) -> Tensor:
         """Return the class of each pixel or voxel in ``file``, uint8 ``[D, H, W]`` or ``[H, W]``, on the file's grid.
 
-        It has the axes of :func:`~fedshift.data.files.volume_decoding.decode_mask`. Scores on another grid are
+        It has the axes of :func:`~fedshift.data.decoding.volumes.decode_mask`. Scores on another grid are
         interpolated linearly before the class of the highest is chosen. Raises :class:`UsageError` as a call does, and
         for outputs that are not numbers.
         """

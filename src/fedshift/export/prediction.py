@@ -25,16 +25,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ..data.far_values import FarValues
-from ..data.files.dicom import DICOM, holds_slices, is_dicom, is_stack
-from ..data.files.image_decoding import Unreadable
-from ..data.files.images import UNREAD
-from ..data.files.mask_writing import write_mask
-from ..data.files.masks import FIELDS, MASKS, match_names
-from ..data.files.signals import SIGNALS
-from ..data.files.table_schema import SUFFIXES as TABLES
-from ..data.files.table_schema import read_rows
-from ..data.files.volume_decoding import (
+from ..data.decoding.dicom import DICOM, holds_slices, is_dicom, is_stack
+from ..data.decoding.images import Unreadable
+from ..data.decoding.masks import write_mask
+from ..data.decoding.signals import SIGNALS
+from ..data.decoding.volumes import (
     READABLE,
     VolumeHeader,
     decode_mask,
@@ -42,6 +37,11 @@ from ..data.files.volume_decoding import (
     find_stem,
     read_volume_header,
 )
+from ..data.far_values import FarValues
+from ..data.files.images import UNREAD
+from ..data.files.masks import FIELDS, MASKS, match_names
+from ..data.readers.tables import SUFFIXES as TABLES
+from ..data.readers.tables import read_rows
 from ..tasks.segmentation import IGNORED
 from ..tasks.surfaces import compare_surfaces
 from ..tasks.task import count_by_class

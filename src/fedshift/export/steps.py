@@ -11,10 +11,10 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..data.columns import Column
-from ..data.files.volume_decoding import PERCENTILES
+from ..data.decoding.resizing import COARSE
+from ..data.decoding.volumes import PERCENTILES
 from ..data.patches import DEVIATION, LEAST, OVERLAP
 from ..data.preparation import FeatureScaling, Preparation
-from ..data.resizing import COARSE
 from ..utils.words import join_some
 
 OUTPUTS = {

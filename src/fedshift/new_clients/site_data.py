@@ -9,21 +9,21 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
 from ..config.spec import DataSpec
+from ..data.decoding.dicom import holds_slices
+from ..data.decoding.images import SUFFIXES
+from ..data.decoding.volumes import UNMEASURED, is_volume, read_volume_header
 from ..data.far_values import judge_newcomers
 from ..data.federation import ClientData, Federation
-from ..data.files.dicom import holds_slices
-from ..data.files.image_decoding import SUFFIXES
 from ..data.files.image_store import ImageFile, read_all
 from ..data.files.images import describe_broken, describe_lost, refuse_broken
 from ..data.files.read_options import Progress, ReadOptions
-from ..data.files.volume_decoding import UNMEASURED, is_volume, read_volume_header
 from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
@@ -130,8 +130,8 @@ def _read_images(
     height, width = shape[1:]
     patch = (height, width) if schema.preparation.patched else ()
     reading = ReadOptions(
-        image_size=spec.image_size, differing=(height, width), on_unreadable=spec.on_unreadable, progress=progress,
-        patch=patch,
+        image_size=spec.image_size, differing=(height, width), on_data_error=spec.on_data_error, progress=progress,
+        patch=f"{width},{height}" if patch else None,
     )  # fmt: skip
     name = client_name(path)
     images = inspect_images(path, {name: files}, reading, cases=bool(patch))
@@ -152,8 +152,8 @@ def _read_images(
 
 def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec, notices: list[str] | None) -> None:
     """Add a notice about the ``broken`` ones of ``count`` files, or refuse them, as all files always are."""
-    choice: Literal["refuse", "skip"] = spec.on_unreadable if len(broken) < count else "refuse"
-    refuse_broken(path, broken, count, ReadOptions(on_unreadable=choice))
+    choice = spec.on_data_error if len(broken) < count else "refuse"
+    refuse_broken(path, broken, count, ReadOptions(on_data_error=choice))
     if broken and notices is not None:
         notices.append(describe_broken(client_name(path), broken, count))
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from fedshift.data.assembly import read_folder
-from fedshift.data.files.dicom import read_series, stack_slices
-from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.volume_decoding import READABLE, decode_mask, decode_volume, read_volume_header
+from fedshift.data.decoding.dicom import read_series, stack_slices
+from fedshift.data.decoding.images import Unreadable
+from fedshift.data.decoding.volumes import READABLE, decode_mask, decode_volume, read_volume_header
 from fedshift.data.preparation import Decoding, Preparation
 from fedshift.export.loading import ExportedModel
 from fedshift.export.prediction import list_files, predict_files
@@ -145,7 +145,7 @@ def test_a_client_has_a_folder_for_each_case_and_masks_on_any_axes(tmp_path):
     damaged = client / "images" / "case.1" / "IM0001"
     kept = damaged.read_bytes()
     damaged.write_bytes(b"no DICOM")
-    (other,) = read_folder(tmp_path / "scans", on_unreadable="skip").clients
+    (other,) = read_folder(tmp_path / "scans", on_data_error="ignore").clients
     assert len(other.train.group) == len(other.train)  # patients of the files that are left are still known
     damaged.write_bytes(kept)
     save_nifti(client / "masks" / "case.1.nii.gz", mask, SAGITTAL)

@@ -11,11 +11,12 @@ import pytest
 import torch
 from PIL import Image
 
-import fedshift.data.files.image_decoding as image_decoding
+import fedshift.data.decoding.images as image_decoding
 import fedshift.data.files.image_store as image_store
 from fedshift.data.assembly import read_source
-from fedshift.data.files import signals, volume_decoding
-from fedshift.data.files.image_decoding import Unreadable, explain_unreadable
+from fedshift.data.decoding import signals
+from fedshift.data.decoding import volumes as volume_decoding
+from fedshift.data.decoding.images import Unreadable, explain_unreadable
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.utils.errors import UsageError
 from tests.data.files.conftest import noise, refused, samples, write
@@ -81,7 +82,7 @@ def test_a_file_that_cannot_be_read_is_refused_by_name_or_left_out(read, root, s
         assert said.startswith(f"1 of 22 files cannot be read: {bad}: ")
         assert why in said
         assert said.endswith("; repair or remove them, or leave them out (on_data_error='warn')")
-        data = read(image_size=4, on_unreadable="skip")
+        data = read(image_size=4, on_data_error="ignore")
         assert data.note == "21 images of 2 clients"
         assert "client 'color': 1 of 12 files cannot be read, left out (color/cat/0.png: " in data.faults[0]
         assert why in data.faults[0]
@@ -106,7 +107,7 @@ def test_a_client_of_broken_files_alone_is_refused(read, root):
         text(file)
     for _ in range(2):  # decoded, and from the cache
         assert refused(read).startswith("10 of 22 files")
-        said = refused(read, on_unreadable="skip")
+        said = refused(read, on_data_error="ignore")
         assert "client 'gray' has no sample for train among its 10: none of them can be read" in said
         assert "(gray/cat/0.png: is not an image in format PNG" in said
     assert read(domains=("color",)).note == "12 images of 1 clients"
@@ -165,7 +166,7 @@ def test_a_changed_a_new_and_a_removed_file_are_noticed(read, root, decoded):
 
 def test_another_size_is_decoded_again_and_another_choice_of_clients_is_not(read, decoded):
     read()
-    read(domains=("gray",), classes=7, on_unreadable="skip")
+    read(domains=("gray",), classes=7, on_data_error="ignore")
     assert len(decoded) == 22
     read(image_size=5)
     assert len(decoded) == 44
@@ -298,7 +299,7 @@ def test_a_file_that_cannot_be_opened_now_is_no_broken_file_and_is_not_remembere
             raise PermissionError(13, "Permission denied")
         return opened(file)
 
-    reading = ReadOptions(cache=tmp_path / "cache", on_unreadable="skip")
+    reading = ReadOptions(cache=tmp_path / "cache", on_data_error="ignore")
     with monkeypatch.context() as patched:
         patched.setattr(image_decoding, "open_regular", refused)
         with pytest.raises(UsageError, match=r"2\.png cannot be read now: Permission denied"):

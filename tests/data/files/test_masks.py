@@ -192,7 +192,7 @@ def test_a_mask_that_cannot_be_read_is_refused_or_left_out_with_its_image(read, 
     message = refused(read)
     assert message.startswith(f"1 of 20 files cannot be read: {root}/b/masks/x.png: ")
     assert said in message
-    data = read(on_unreadable="skip")
+    data = read(on_data_error="ignore")
     b = data.client("b")
     assert pairs(b.train) | pairs(b.test) == drawn("b", "", "uvwy")
     assert data.faults[0].startswith("client 'b': 1 of 10 files cannot be read, left out (b/masks/x.png: ")
@@ -257,7 +257,7 @@ def test_pixels_outside_of_the_field_of_view_are_ignored(read, root):
     assert data.notices == ("pixels outside of the fields of view are ignored: 17% at 'b'",)
     (root / "b" / "fov" / "u.gif").write_bytes(b"none")
     assert "1 of 25 files cannot be read" in refused(read)
-    kept = read(on_unreadable="skip").client("b")
+    kept = read(on_data_error="ignore").client("b")
     assert len(kept.train) + len(kept.test) == 4
     (root / "b" / "fov" / "u.gif").unlink()
     assert "1 of 5 files in images have none of the same name in fov" in refused(read)

@@ -10,8 +10,8 @@ import torch
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
-from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.signals import decode_signal, read_signal_header
+from fedshift.data.decoding.images import Unreadable
+from fedshift.data.decoding.signals import decode_signal, read_signal_header
 from fedshift.data.preparation import Preparation
 from fedshift.flower.site.data import load_local
 from fedshift.utils.errors import FedshiftError, UsageError

@@ -16,11 +16,11 @@ from scipy.ndimage import zoom
 import fedshift
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.decoding.images import Unreadable
+from fedshift.data.decoding.resizing import resample_image, resample_mask
+from fedshift.data.decoding.volumes import decode_volume, digest_voxels
 from fedshift.data.files import volumes
-from fedshift.data.files.image_decoding import Unreadable
-from fedshift.data.files.volume_decoding import decode_volume, digest_voxels
 from fedshift.data.pictures import to_pictures
-from fedshift.data.resizing import resample_image, resample_mask
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import describe_grids, make_overview
 from fedshift.diagnosis.quality import examine
@@ -282,7 +282,7 @@ def test_a_broken_volume_is_refused_by_name_or_left_out(root, fault):
     told = refused(root)
     assert f"1 of 20 files cannot be read: {file}: " in told
     assert message in told
-    data = read_folder(root, on_unreadable="skip").check()
+    data = read_folder(root, on_data_error="ignore").check()
     assert len(data.client("a").train) == 2
     assert "client 'a': 1 of 10 files cannot be read, left out" in data.faults[0]
 
@@ -454,7 +454,7 @@ def test_the_median_spacing_is_that_of_files_outside_of_test_folders(root):
         for folder in ("images", "masks"):
             file = root / drawn.files[row].replace("images", folder)
             save(file, np.asarray(nibabel.load(file).dataobj), affine(spacing=(1, 1, [1, 2, 3, 9, 9][number])))
-    assert "to 1 x 1 x 2 mm" in " ".join(read_folder(root, spacing="median", patch=(2,), test_fraction=0.4).notices)
+    assert "to 1 x 1 x 2 mm" in " ".join(read_folder(root, spacing="median", patch="2", test_fraction=0.4).notices)
 
 
 def test_a_spacing_that_cannot_be_had_is_refused(root):
@@ -472,7 +472,7 @@ def test_a_spacing_that_cannot_be_had_is_refused(root):
 
 def test_decoded_volumes_are_kept_in_the_cache_while_their_files_are_unchanged(root, tmp_path, monkeypatch):
     def read(**options):
-        train = read_folder(root, patch=(2, 2, 2), cache=tmp_path / "cache", **options).client("b").train
+        train = read_folder(root, patch="2", cache=tmp_path / "cache", **options).client("b").train
         return [train.read_case(number)[0] for number in range(len(train))]
 
     first, decoded = read(), []
@@ -489,7 +489,7 @@ def test_decoded_volumes_are_kept_in_the_cache_while_their_files_are_unchanged(r
     assert decoded == [file.name]
     assert not any(map(torch.equal, read(window="0,1"), first))
     monkeypatch.setattr("os.access", lambda *_: False)
-    notices = read_folder(root, spacing="3", patch=(2,), cache=tmp_path / "no").notices
+    notices = read_folder(root, spacing="3", patch="2", cache=tmp_path / "no").notices
     assert f"{tmp_path / 'no'} cannot be written: images are decoded whenever a batch needs them" in notices
 
 
@@ -509,7 +509,7 @@ def test_grids_that_differ_between_clients_are_noted(root):
     )
     assert "client 'b': 2 of 5 images are tilted by up to 25 degrees against the patient's axes, and stay so" in notices
     assert "grids" in {finding.kind for finding in examine(read_folder(root)).findings}
-    resampled = read_folder(root, spacing="1", patch=(2,))
+    resampled = read_folder(root, spacing="1", patch="2")
     assert not any("voxels differ" in notice for notice in resampled.notices)
     assert "grids" not in {finding.kind for finding in examine(resampled).findings}
     file = root / "a" / "test" / "images" / "s.nii.gz"
@@ -537,7 +537,7 @@ def test_equal_voxels_under_other_headers_are_copies_and_values_that_are_no_numb
     broken = draw("q")[0].astype(np.float32)
     broken[0, 0, :2] = np.inf
     save(root / "a" / "train" / "images" / "q.nii.gz", broken)
-    data = read_folder(root, patch=(2,))
+    data = read_folder(root, patch="2")
     found = {finding.kind: finding for finding in examine(data).findings}
     assert {kind for kind, finding in found.items() if finding.severity == "error"} == {"unread", "repeats", "shared"}
     assert found["unread"].text == (

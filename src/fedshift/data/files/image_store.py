@@ -38,10 +38,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ..decoding.images import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
+from ..decoding.resizing import describe_stretch
 from ..patches import extend
 from ..preparation import ARRAY, Decoding
-from ..resizing import describe_stretch
-from .image_decoding import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from .read_options import Progress
 
 Pixels = NDArray[np.generic]

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
-from .dicom import DICOM, holds_slices, is_dicom
-from .image_decoding import SUFFIXES
+from ..decoding.dicom import DICOM, holds_slices, is_dicom
+from ..decoding.images import SUFFIXES
+from ..decoding.volumes import is_volume
 from .image_store import ImageFacts, ImageFile, ImageStore
 from .read_options import ReadOptions
-from .volume_decoding import is_volume
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
 """Parts of a client's data, by folder name."""

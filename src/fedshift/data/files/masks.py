@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from ...tasks.segmentation import IGNORED, refuse_gray_levels
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
+from ..decoding.volumes import find_stem
 from ..patches import make_box
 from .image_store import ImageFile
 from .read_options import ReadOptions
-from .volume_decoding import find_stem
 
 IMAGES, MASKS, FIELDS = "images", "masks", "fov"
 """Folders of a client: images, their masks and, optionally, the fields of view, outside of which pixels are ignored."""

@@ -1,16 +1,16 @@
-"""Options for reading user files."""
+"""Settings of data as readers need them."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Self
 
-from ...tasks import Classification, Task
-from ...tasks.classification import MOST_CLASSES
-from ...utils.errors import Ref, UsageError
+from ...config.spec import DataSpec
+from ...tasks import TASKS, Classification
 from ...utils.files import cache_directory
+from ..patches import parse_size
 from ..schema import Layout
 
 Progress = Callable[[str, int, int], None]
@@ -18,30 +18,13 @@ Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, kw_only=True)
-class ReadOptions:
-    """Options for reading a directory; each reader uses those that apply to it.
+class ReadOptions(DataSpec):
+    """Settings of data, with facts that only a caller knows; each reader uses those that apply to it.
+
+    ``task`` is a :class:`~fedshift.tasks.Task`, or None: classification, or segmentation if there are masks.
 
     Attributes:
-        domains: Clients to read, in this order, as :func:`~fedshift.data.partition.match_names`; None: all, by name.
-        classes: Number of classes; None: as found.
-        image_size: Height and width in pixels; None: unchanged, then all images must have the same size.
         differing: Height and width of images of different sizes; None: as ``image_size``.
-        on_unreadable: For a file that cannot be read, ``refuse`` raises an error and ``skip`` skips it.
-        test_fraction: Fraction of a client's samples used for testing if the files define no split.
-        client_column: Table column with the client.
-        target: Table column with the label; for several labels or numbers, columns separated by commas.
-        task: The prediction task; None: classification, or segmentation if there are masks.
-        split_column: Table column with train, validation or test.
-        ignore_columns: Table columns that are no features, separated by commas.
-        groups: Groups (such as the samples of one patient) that stay together: a table's column, a pattern of file
-            names or a table of files (:mod:`fedshift.data.groups`), or the name of arrays next to x and y.
-        window: Values ``LOW,HIGH`` of medical images that become -1 and 1; None: each image's percentiles.
-        spacing: Millimeters between voxels to which medical images are resampled, ``columns,rows,slices`` or one number
-            for all axes; ``median``: the median over the files; None: files keep their voxels.
-        patch: Voxels of the patches that training cuts, slices before rows before columns, one number for all axes, so
-            that images with masks may differ in size; empty: samples are whole.
-        missing: ``impute`` fills missing values from the client's training rows, ``refuse`` raises an error.
-        scaling: ``client`` standardizes numeric columns with the client's training rows.
         schema: Layout of the data that these clients join, whose columns are used to read tables; a single file is then
             one client, and so is a directory of class folders or parts.
         cache: Directory for decoded images; None: the user's cache directory.
@@ -49,35 +32,30 @@ class ReadOptions:
 
     """
 
-    domains: str | tuple[str, ...] | None = None
-    classes: int | None = None
-    image_size: int | None = None
     differing: tuple[int, int] | None = None
-    on_unreadable: Literal["refuse", "skip"] = "refuse"
-    test_fraction: float = 0.2
-    client_column: str | None = None
-    target: str | None = None
-    task: Task | None = None
-    split_column: str | None = None
-    ignore_columns: str | None = None
-    groups: str | None = None
-    window: str | None = None
-    spacing: str | None = None
-    patch: tuple[int, ...] = ()
-    missing: Literal["impute", "refuse"] = "impute"
-    scaling: Literal["client", "none"] = "client"
     schema: Layout | None = None
     cache: Path | None = None
     progress: Progress | None = None
 
+    @classmethod
+    def from_spec(cls, spec: DataSpec, **facts: Any) -> Self:
+        """Return the settings of ``spec``, with ``facts`` by name, among them a task as it is to be."""
+        own = {field.name: getattr(spec, field.name) for field in fields(DataSpec)}
+        return cls(**(own | facts))
+
     def __post_init__(self) -> None:
-        if self.classes is not None and not 1 <= self.classes <= MOST_CLASSES:
-            raise UsageError(f"{{}}: give a number from 1 to {MOST_CLASSES}", Ref(classes=self.classes))
+        if self.task is not None:
+            object.__setattr__(self, "task", TASKS.parse(self.task))
 
     @property
     def changed(self) -> frozenset[str]:
         """Names of the options that differ from their defaults."""
-        return frozenset(each.name for each in fields(self) if getattr(self, each.name) != each.default)
+        return frozenset(field.name for field in fields(self) if getattr(self, field.name) != field.default)
+
+    @property
+    def patch_size(self) -> tuple[int, ...]:
+        """Voxels of a patch, slices before rows before columns, one number for all axes; empty: samples are whole."""
+        return parse_size(self.patch)
 
     @property
     def targets(self) -> list[str]:

@@ -1,7 +1,7 @@
 """Federations for segmentation from NIfTI and DICOM files, ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
 
 Folders, names and class numbers are as in :mod:`fedshift.data.files.masks`; single files are read by
-:mod:`fedshift.data.files.volume_decoding`. Masks are kept in memory. Images are decoded when a batch needs them, and
+:mod:`fedshift.data.decoding.volumes`. Masks are kept in memory. Images are decoded when a batch needs them, and
 the most recently used :data:`KEPT` bytes over all clients are kept.
 """
 
@@ -23,16 +23,16 @@ from ...config.grid_plan import Fingerprint
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import FedshiftError, Ref, UsageError
 from ...utils.words import join_some
+from ..decoding.dicom import CLOSE, find_slices
+from ..decoding.images import Unreadable
+from ..decoding.resizing import resize_volume
+from ..decoding.volumes import UNMEASURED, VolumeHeader, Window, decode_volume, digest_voxels, parse_spacing
 from ..federation import Federation
 from ..patches import extend
-from ..resizing import resize_volume
 from ..schema import Schema
 from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from . import image_store
-from .dicom import CLOSE, find_slices
-from .image_decoding import Unreadable
 from .read_options import ReadOptions
-from .volume_decoding import UNMEASURED, VolumeHeader, Window, decode_volume, digest_voxels, parse_spacing
 
 MEASURE = "write a NIfTI file with a qform or sform, or leave it out of the plan"
 OBLIQUE = 20.0

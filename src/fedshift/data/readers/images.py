@@ -1,6 +1,6 @@
 """Images in folders of classes, ``DIR/<client>/<class>/<image>`` or ``DIR/<client>/<part>/<class>/<image>``.
 
-Federations of domains are published in this form (Office-Caltech10, Office-Home, PACS, DomainNet). A part is train,
+Federations of domains are published in this form (Office-Home, PACS, VLCS). A part is train,
 validation or test. A client without a test folder has test samples drawn from its train folder, or from all. Train,
 validation and test are rows of one array, which is decoded once and then mapped from the cache
 (:mod:`fedshift.data.files.image_store`).
@@ -26,9 +26,9 @@ from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
+from ..decoding.images import SUFFIXES, Header
 from ..files import image_store
 from ..files import images as folders
-from ..files.image_decoding import SUFFIXES, Header
 from ..files.image_store import ImageFile, ImageStore
 from ..files.read_options import ReadOptions
 from ..groups import find_groups

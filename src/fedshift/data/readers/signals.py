@@ -1,7 +1,7 @@
 """Recordings (WFDB, EDF, BDF) in folders of classes, ``DIR/<client>/<class>/``, or with train and test between.
 
 Folders are those of images (:mod:`fedshift.data.readers.images`); single files are read by
-:mod:`fedshift.data.files.signals`. All recordings have the same leads, in any order, of one rate and length. Samples
+:mod:`fedshift.data.decoding.signals`. All recordings have the same leads, in any order, of one rate and length. Samples
 are float32 ``[N, C, L]`` with the leads in the order of their names, decoded when a batch needs them.
 """
 
@@ -15,10 +15,10 @@ import torch
 from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import UsageError
 from ...utils.words import Information, join_some
+from ..decoding.signals import KEPT, SIGNALS, VALUES, SignalHeader, SignalStore, read_signal_header
 from ..files import images as folders
 from ..files.image_store import read_all
 from ..files.read_options import ReadOptions
-from ..files.signals import KEPT, SIGNALS, VALUES, SignalHeader, SignalStore, read_signal_header
 from ..preparation import Decoding
 from ..scan import Assign, Loaded, Scan
 from ..schema import Schema

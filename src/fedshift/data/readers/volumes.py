@@ -1,7 +1,7 @@
 """NIfTI and DICOM files with masks, for segmentation: ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
 
 Folders, names and class numbers are as in :mod:`fedshift.data.readers.masks`; single files, and folders of DICOM slices
-that are one volume, are read by :mod:`fedshift.data.files.volume_decoding`. Masks are kept in memory, uint8
+that are one volume, are read by :mod:`fedshift.data.decoding.volumes`. Masks are kept in memory, uint8
 ``[N, D, H, W]``, or without D if files contain one slice. Images, float32 from -1 to 1, are decoded when a batch needs
 them, and the most recently used :data:`~fedshift.data.files.volumes.KEPT` bytes over all clients are kept.
 """
@@ -18,13 +18,8 @@ from numpy.typing import NDArray
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
 from ...utils.words import Information
-from ..files import image_store
-from ..files import images as folders
-from ..files import masks as pairing
-from ..files.image_store import read_all
-from ..files.masks import Pair
-from ..files.read_options import ReadOptions
-from ..files.volume_decoding import (
+from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
+from ..decoding.volumes import (
     READABLE,
     VolumeHeader,
     decode_mask,
@@ -35,6 +30,12 @@ from ..files.volume_decoding import (
     parse_window,
     read_volume_header,
 )
+from ..files import image_store
+from ..files import images as folders
+from ..files import masks as pairing
+from ..files.image_store import read_all
+from ..files.masks import Pair
+from ..files.read_options import ReadOptions
 from ..files.volumes import (
     KEPT,
     VolumeStore,
@@ -47,7 +48,6 @@ from ..files.volumes import (
 )
 from ..patches import make_box
 from ..preparation import Decoding
-from ..resizing import describe_stretch, resample_mask, resize_mask
 from ..scan import SPLITS, Assign, Loaded, Scan, assign_splits
 from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task

@@ -18,8 +18,8 @@ from ...config.seeds import parse_seeds
 from ...config.spec import CompareSpec, RunSpec
 from ...core.method import Method
 from ...core.plan import Plan
+from ...data.decoding.volumes import MEDIAN
 from ...data.federation import Federation, count_labels
-from ...data.files.volume_decoding import MEDIAN
 from ...engines.engine import Data
 from ...experiments.callbacks import Callback, Callbacks
 from ...experiments.experiment import Experiment

@@ -11,8 +11,8 @@ from ...config.expressions import trust_only
 from ...config.seeds import parse_seeds
 from ...config.settings_file import FILE
 from ...config.spec import CompareSpec, RunSpec
+from ...data.decoding.volumes import parse_spacing, parse_window
 from ...data.federation import Federation
-from ...data.files.volume_decoding import parse_spacing, parse_window
 from ...data.patches import Patches, parse_size
 from ...data.preparation import Decoding
 from ...data.sources import SCALES

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from PIL import Image
 
 from .dicom import NIFTI, Series, read_series
-from .volume_decoding import read_volume_header
+from .volumes import read_volume_header
 
 _GEOMETRY = (
     "dim_info", "pixdim", "xyzt_units", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x",
@@ -34,7 +34,7 @@ def write_mask(directory: Path, stem: str, classes: NDArray[np.uint8], image: Pa
         directory: An existing directory.
         stem: Name of the file without suffix.
         classes: Class of each pixel or voxel, ``[D, H, W]`` or ``[H, W]``, on the axes of
-            :func:`~fedshift.data.files.volume_decoding.decode_mask`.
+            :func:`~fedshift.data.decoding.volumes.decode_mask`.
         image: The image, a file or a folder of slices, which can be read.
 
     """

@@ -3,7 +3,7 @@
 A recording is ``[C, L]``: leads (channels) in a given order of their names, which do not distinguish capitals and
 spaces, at L times. Voltages become millivolts; other units stay. Headers are checked before values are read: a record
 has one rate, no segments and no gaps, its files are in its own folder and of the stated length, and their size is
-bounded (:data:`~fedshift.data.files.dicom.MOST_BYTES`). Values have the checksums of a WFDB header, unless these are 0.
+bounded (:data:`~.dicom.MOST_BYTES`). Values have the checksums of a WFDB header, unless these are 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...utils.files import require_regular
 from ...utils.words import join_some
 from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from .dicom import check_bytes, load_library
-from .image_decoding import Unreadable, explain_unreadable
+from .images import Unreadable, explain_unreadable
 
 WFDB, EDF, BDF = ".hea", ".edf", ".bdf"
 SIGNALS = (WFDB, EDF, BDF)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
 from ...utils.files import open_regular
-from .image_decoding import SUFFIXES, Unreadable
+from .images import SUFFIXES, Unreadable
 
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm",)

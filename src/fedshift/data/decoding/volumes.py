@@ -1,12 +1,12 @@
 """Headers and voxels of single medical images: NIfTI by nibabel, DICOM by pydicom (extra ``medical``).
 
-An image is a file, or a folder of DICOM slices, which are one volume (:mod:`fedshift.data.files.dicom`).
+An image is a file, or a folder of DICOM slices, which are one volume (:mod:`fedshift.data.decoding.dicom`).
 
 - Axes: a NIfTI array, or the volume of a folder of slices, is reoriented to the nearest axes of the patient and becomes
   ``[C, D, H, W]`` with slices from feet to head, rows from back to front, and columns from left to right; a fourth axis
   of a NIfTI file is channels. An axis of one slice is dropped: ``[C, H, W]``. A DICOM file is used as stored: an image,
   or frames ``[1, D, H, W]``.
-- With a spacing, the values are then resampled to it (:mod:`fedshift.data.resizing`).
+- With a spacing, the values are then resampled to it (:mod:`fedshift.data.decoding.resizing`).
 - Brightness has no common unit. Each volume (each channel, if there are several) is scaled from its 0.5th and 99.5th
   percentile to [-1, 1], and values beyond are clipped.
 - Masks are class numbers from 0 to 255. The mask of a one-slice image may be a picture that Pillow can read.
@@ -32,7 +32,6 @@ from numpy.typing import NDArray
 from ...utils.errors import Ref, UsageError
 from ...utils.files import open_regular, require_regular
 from ...utils.words import join_some
-from ..resizing import find_size, resample_image
 from .dicom import (
     CLOSE,
     DICOM,
@@ -48,7 +47,8 @@ from .dicom import (
     read_values,
     stack_slices,
 )
-from .image_decoding import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header
+from .images import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header
+from .resizing import find_size, resample_image
 
 VOLUMES = (*NIFTI, *DICOM)
 """Suffixes of files that this module reads."""
