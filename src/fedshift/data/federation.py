@@ -25,7 +25,7 @@ from ..tasks.task import PLURALS as PLURALS
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
-from ..utils.words import Information
+from ..utils.words import Information, join_some
 from .agreement import check_scales, name_scales
 from .columns import Column
 from .decoding.resizing import describe_stretch, resize, resize_masks
@@ -351,8 +351,11 @@ class Federation:
                 made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
             return made.with_targets(resize_masks(split.y, target))
 
-        told = "" if cases else describe_stretch(sizes, target)
-        return replace(self.map_splits(fit_split), notices=(*self.notices, *([told] if told else [])))
+        told = [] if cases else [describe_stretch(sizes, target)]
+        if len(sizes) > 1 and not cases and not size:
+            listed = join_some(" x ".join(map(str, side[::-1])) for side in sorted(sizes))
+            told += [f"images of {listed} pixels become {target[1]} x {target[0]}, unless image_size says another size"]
+        return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(
         self, size: Size, *, extents: Mapping[int, NDArray[np.int64]] | None = None, fixed: bool = False
