@@ -24,11 +24,12 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
+from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
 from .identity import clean_name, group_alike, merge_names, show_alike
 from .inputs import require_layout
-from .preparation import ARRAY, HALF, Scaling
+from .preparation import HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides, assign_splits

@@ -28,9 +28,10 @@ from ..utils.random_streams import stream
 from ..utils.words import Information, join_some
 from .agreement import check_scales, name_scales
 from .columns import Column
+from .decoding import ARRAY, Decoding
 from .decoding.resizing import describe_stretch, resize, resize_masks
 from .patches import Patches, Size
-from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
+from .preparation import FeatureScaling, Normalization, Preparation
 from .samples import (
     SHOWN,
     Samples,
