@@ -390,7 +390,7 @@ def scheduled():
         ({"engine": 3}, "engine=3: should be a valid string"),
         ({"device": 0}, "device=0: should be a valid string"),
         ({"split": lambda data: data}, "split=<function "),
-        ({"domains": 3}, "domains=3: should be a valid string"),
+        ({"domains": 3}, "domains=3: should be names of clients, in a list"),
         ({"moments": 3}, "moments=3: should be a valid string"),
         ({"batch_size": 2.5}, "batch_size=2.5: should be a valid integer"),
         ({"batch_size": True}, "batch_size=True: should be a valid integer"),

@@ -47,7 +47,7 @@ from tests.nn.test_adapters import provide_peft
 
 ROOT = Path(__file__).parents[1]
 DOCUMENTS = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
-WORDS = {3: "three", 5: "five", 7: "seven", 10: "ten", 30: "Thirty"}
+WORDS = {3: "three", 5: "five", 7: "seven", 10: "ten", 19: "Nineteen", 30: "Thirty"}
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```", re.MULTILINE | re.DOTALL)
 
 

@@ -90,9 +90,12 @@ def test_data_that_moved_alone_are_asked_for_and_checked(cli, project, run, tmp_
     rewrite_arrays(tmp_path / "new place" / "bob.npz")
     refused = cli(*words, "--run-data", tmp_path / "new place")
     assert refused.code == 2
-    assert f"new place does not hold the samples on which {run} was run (fingerprint " in refused.err
-    assert refused.err.endswith("): give those (--run-data PATH)\n")
-    assert "begun with another data" in cli("run", "--resume", run, "--data", tmp_path / "new place", *CODE).err
+    assert f"new place does not hold the samples on which {run} was run: client 'bob' had " in refused.err
+    assert refused.err.endswith(": give those (--run-data PATH)\n")
+    assert (
+        "begun with another data of client 'bob': then "
+        in cli("run", "--resume", run, "--data", tmp_path / "new place", *CODE).err
+    )
 
 
 @pytest.fixture
@@ -128,12 +131,12 @@ def test_a_benchmark_is_found_again_where_its_root_was(cli, tmp_path, monkeypatc
 
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
-    assert anchor_paths(RunSpec(data="pacs")).root is None  # nothing is there
+    assert anchor_paths(RunSpec(data="domainnet")).root is None  # nothing is there
     (tmp_path / "data").mkdir()
-    assert anchor_paths(RunSpec(data="pacs")).root == str(tmp_path / "data")
+    assert anchor_paths(RunSpec(data="domainnet")).root == str(tmp_path / "data")
     assert anchor_paths(RunSpec(data="digits")) == RunSpec(data="digits")
     (tmp_path / "digits").mkdir()
     assert anchor_paths(RunSpec(data="digits")).data == "digits"  # the embedded ones, as without a run
-    again = anchor_paths(RunSpec(data="pacs"))
+    again = anchor_paths(RunSpec(data="domainnet"))
     monkeypatch.chdir("/")
     assert anchor_paths(again) == again

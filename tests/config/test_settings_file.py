@@ -79,7 +79,7 @@ def test_data_are_found_where_they_were_and_where_they_were_moved_with_the_run(r
 
 def test_a_root_that_is_gone_gives_way_to_the_environment(run, tmp_path, monkeypatch):
     monkeypatch.delenv("FEDSHIFT_DATA", raising=False)
-    (run / "config.toml").write_text(format_settings({"data": "pacs", "root": str(tmp_path / "gone")}, run))
+    (run / "config.toml").write_text(format_settings({"data": "domainnet", "root": str(tmp_path / "gone")}, run))
     with pytest.raises(UsageError, match=r"were at .*gone") as refused:
         read_run_settings(run).find_paths(FLAGS)
     assert refused.value.settings == ("root",)

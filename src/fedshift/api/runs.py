@@ -180,6 +180,7 @@ def load_data(data: Any, **settings: Any) -> Federation:
         UsageError: the data are not usable, or a setting is unknown.
 
     """
+    refuse_unknown("setting of data", settings, DataSpec)
     with note_user_code():
         spec = make_spec(settings, DataSpec)
         loaded = load_federation(simplify("data", data), spec)

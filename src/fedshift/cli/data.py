@@ -104,8 +104,8 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     with show_loading(console) as progress:
         lenient = replace(spec, on_data_error="warn") if Path(where).exists() else spec
         made = load_source(where, lenient, progress, differing=LOOKED_AT)
-        if spec.split or spec.samples or spec.validation or spec.image_size:
-            made = apply_splits(made.fit_images(spec.image_size), spec)
+        if spec.split or spec.samples or spec.validation:
+            made = apply_splits(made, spec)
         found, refusal = examine(made), ""
         try:
             made = scale_alike(made, encode_targets(load_federation(where, spec, progress)))
@@ -139,7 +139,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None, p
     console = make_console()
     _refuse_file(out)
     with show_loading(console) as progress:
-        source = load_source(where, spec, progress, differing=LOOKED_AT).fit_images(spec.image_size)
+        source = load_source(where, spec, progress, differing=LOOKED_AT)
         made = prepare_clients(source, replace(spec, allow_single_class=True))
         directory = out or Path("shown") / to_file_name(made.name)
         _refuse_file(directory)
@@ -266,7 +266,7 @@ def load_for_display(where: str, spec: DataSpec) -> Federation:
 
     with show_loading(Console()) as progress:
         made = load_source(where, spec, progress, differing=LOOKED_AT)
-    return normalize(apply_splits(made.fit_images(spec.image_size), spec), spec.normalize)
+    return normalize(apply_splits(made, spec), spec.normalize)
 
 
 def format_notices(data: Federation) -> Iterator[RenderableType]:

@@ -25,11 +25,12 @@ from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
 from .columns import Column
+from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
 from .identity import clean_name, describe_alike, group_alike, merge_names, show_alike
 from .inputs import require_layout
-from .preparation import ARRAY, HALF, Scaling
+from .preparation import HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides, assign_splits
@@ -70,7 +71,7 @@ def read_folder(
 
     """
     facts = {name: choices.pop(name) for name in ("schema", "cache", "progress", "differing") if name in choices}
-    spec = make_settings({"domains": domains, "classes": classes, **choices}, DataSpec)
+    spec = make_settings({"domains": domains, "classes": classes, **choices}, DataSpec, "setting of data")
     return read_source(Path(path), ReadOptions.from_spec(spec, **facts))
 
 

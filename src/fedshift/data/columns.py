@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, Literal
 
 from ..utils.errors import UsageError
@@ -59,3 +61,14 @@ class Column:
                 "None where it is missing"
             )
         return [float(text == category) for category in self.categories]
+
+
+def feature_offsets(columns: Sequence[Column]) -> list[int]:
+    """Return the index of each column's first feature, followed by the number of features."""
+    return list(accumulate((column.width for column in columns), initial=0))
+
+
+def feature_slices(columns: Sequence[Column]) -> Iterator[tuple[Column, slice]]:
+    """Yield each column with the slice of its features."""
+    offsets = feature_offsets(columns)
+    return zip(columns, map(slice, offsets, offsets[1:]), strict=True)

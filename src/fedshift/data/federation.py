@@ -25,12 +25,13 @@ from ..tasks.task import PLURALS as PLURALS
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError, unknown_name
 from ..utils.random_streams import stream
-from ..utils.words import Information
+from ..utils.words import Information, join_some
 from .agreement import check_scales, name_scales
 from .columns import Column
+from .decoding import ARRAY, Decoding
 from .decoding.resizing import describe_stretch, resize, resize_masks
 from .patches import Patches, Size
-from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
+from .preparation import FeatureScaling, Normalization, Preparation
 from .samples import (
     SHOWN,
     Samples,
@@ -351,8 +352,11 @@ class Federation:
                 made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
             return made.with_targets(resize_masks(split.y, target))
 
-        told = "" if cases else describe_stretch(sizes, target)
-        return replace(self.map_splits(fit_split), notices=(*self.notices, *([told] if told else [])))
+        told = [] if cases else [describe_stretch(sizes, target)]
+        if len(sizes) > 1 and not size and not cases:
+            some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
+            told.append(f"images of {some} pixels become 28 x 28: image_size chooses another size")
+        return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(
         self, size: Size, *, extents: Mapping[int, NDArray[np.int64]] | None = None, fixed: bool = False
@@ -425,21 +429,27 @@ class Federation:
         return replace(self, clients=(ClientData.from_splits("pooled", joined),))
 
     @cached_property
-    def fingerprint(self) -> str:
-        """Digest of every sample and target of every split, so that a run is never resumed with other data.
+    def digests(self) -> dict[str, str]:
+        """By client, the number and digests of the samples and targets of its splits, of which a resumed run has equal.
 
-        It covers values in memory, items of lazy datasets, and what files hold that batches decode; if a split has more
-        than 256 MB of such files, the name, size and time of change of each: copy these with their times (``cp -a``).
+        They cover values in memory, items of lazy datasets, and what files hold that batches decode; if a split has
+        more than 256 MB of such files, the name, size and time of change of each: copy these with their times
+        (``cp -a``).
         """
-        known: dict[tuple[int, ...], bytes] = {}
-        whole = blake2b("".join(map(str, self.inputs)).encode(), digest_size=16)
-        for client in self.clients:
-            for name, split in client.splits.items():
-                samples = tuple(map(id, (split.store, split.rows, split.y, split.normalization, split.patches)))
-                if samples not in known:
-                    known[samples] = digest_samples(split)
-                whole.update(f"{client.name}/{name}{split.normalization.stamp}".encode() + known[samples])
-        return whole.hexdigest()
+        known = cache(digest_samples)
+        return {
+            client.name: ", ".join(
+                f"{len(split)} {name} samples {samples}, targets {targets}"
+                for name, split in client.splits.items()
+                for samples, targets in [known(split)]
+            )
+            for client in self.clients
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of every sample and target of every split of every client."""
+        return blake2b(f"{self.inputs}{self.digests}".encode(), digest_size=16).hexdigest()
 
     def check(self, *, allow_single_class: bool = False) -> Federation:
         """Return the federation if it can be trained on; otherwise raise :class:`UsageError` naming client and value.
@@ -478,6 +488,18 @@ class Federation:
                 )
         check_scales(self.named_splits(), common, self.inputs)
         return self
+
+    def tell_shared_tests(self) -> Federation:
+        """Return the federation with a notice about test samples that several clients share."""
+        users: dict[Samples, list[str]] = {}
+        for client in self.clients:
+            users.setdefault(client.test, []).append(client.name)
+        told = [
+            f"{join_some(names)} share {len(test)} test samples: their results are of the same samples"
+            for test, names in users.items()
+            if len(names) > 1
+        ]
+        return replace(self, notices=tuple(dict.fromkeys((*self.notices, *told))))
 
     def named_splits(self) -> dict[str, Samples]:
         """Return every split by its name in messages."""

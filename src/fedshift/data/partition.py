@@ -261,7 +261,7 @@ def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[st
     """Return the names that match ``patterns``, a sequence or separated by commas, in the order of the patterns.
 
     A pattern is a name or has ``*``, ``?`` and ``[...]`` as in file names. After ``!`` it excludes what it matches;
-    with such patterns alone, all other names match. Raises :class:`UsageError` if a pattern, or all, match no name.
+    with only such patterns, all other names match. Raises :class:`UsageError` if a pattern, or all, match no name.
     """
     if patterns in names:
         return (str(patterns),)
@@ -352,13 +352,14 @@ def _partition(
     def change(data: Federation) -> Federation:
         wholes = [(data.pool().clients[0], "")] if within == "all" else [(c, f"{c.name}-") for c in data.clients]
         for whole, _ in wholes:
-            if int(whole.train.distinct_rows.max()) + 1 < len(whole.train):
-                repeated = (c.name for c in data.clients if int(c.train.distinct_rows.max()) + 1 < len(c.train))
+            if len(torch.unique(whole.train.rows)) < len(whole.train):
+                repeated = (c.name for c in data.clients if len(torch.unique(c.train.rows)) < len(c.train))
                 raise UsageError(
                     f"{name}(clients={clients}): samples of client {next(repeated, data.names[0])!r} are repeated, and "
                     "several clients would have copies: put repeat() after it"
                 )
-        return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data, whole[1])))
+        dealt = tuple(client for whole in wholes for client in deal(whole[0], data, whole[1]))
+        return replace(data, clients=dealt).tell_shared_tests()
 
     return change
 

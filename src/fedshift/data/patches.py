@@ -4,8 +4,8 @@ A case is an image with its mask, of any size. A store keeps cases padded at the
 voxels that each has in truth (``extents``). Each visit of a sample in training cuts one patch from its case. Where it
 lies is drawn from a stream with the key of the step and the sample's row, so that engines, resumed runs and other
 orders of clients make the same draws. The last samples of a batch, a third of it (in a batch of one, with probability
-1/3), are centered on a random voxel of a random class among those in their mask, except the background, as in nnU-Net
-(Isensee et al. 2021, doi:10.1038/s41592-020-01008-z). A patch lies within its case; along an axis on which the case is
+1/3), are centered on a random voxel of a random class in their mask, except the background, as in nnU-Net
+(Isensee et al. 2021, doi:10.1038/s41592-020-01008-z). A patch is within its case; along an axis on which the case is
 smaller, it begins with the case and ends with the case's lowest value in each channel, and with ignored voxels of the
 mask.
 
@@ -17,7 +17,7 @@ window's center with a deviation of 1/8 of its size, and at least :data:`LEAST`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -58,6 +58,10 @@ class Patches:
     def whole(cls, size: Size, places: Size, rows: int, *, resized: Size = ()) -> Patches:
         """Return patches of a store whose ``rows`` are all of ``places`` voxels."""
         return cls(size, np.tile(np.array(places, np.int64), (rows, 1)), resized)
+
+    def take(self, rows: Tensor) -> Patches:
+        """Return the patches of a store that has only these ``rows``, int64 ``[N]``."""
+        return replace(self, extents=self.extents[rows.numpy()])
 
     def draw(self, rows: Sequence[int], masks: Sequence[Tensor], key: tuple[Key, ...]) -> NDArray[np.int64]:
         """Return the first voxel of a patch of each case, int64 ``[B, axes]``.

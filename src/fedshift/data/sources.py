@@ -66,7 +66,7 @@ def load_source(
     schema: Layout | None = None,
     task: Task | None = None,
 ) -> Federation:
-    """Load the clients of ``data`` without splits or scaling.
+    """Load the clients of ``data`` without splits or scaling; images have one shape, unless they join a run's.
 
     Args:
         data: Name of an embedded federation or a benchmark, a path to user files, or an object with clients
@@ -110,7 +110,8 @@ def load_source(
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains and whole else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))
-    return replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+    made = replace(made, classes=classes, class_names=(*made.class_names[:classes], *unseen))
+    return made if isinstance(schema, Schema) else made.fit_images(spec.image_size)
 
 
 def _leaves_root_unread(data: object, root: Path) -> bool:
@@ -193,7 +194,7 @@ def load_federation(
 
     ``differing``: as in :func:`load_source`.
     """
-    return prepare_clients(load_source(data, spec, progress, differing).fit_images(spec.image_size), spec)
+    return prepare_clients(load_source(data, spec, progress, differing), spec)
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:

@@ -53,7 +53,7 @@ CHUNK = 1000
 PIECE = 2**26
 """Bytes of lazy samples to read at a time when all are read."""
 CONTENT = 2**28
-"""Bytes of files up to which their digest covers what they hold."""
+"""Largest file, in bytes, whose content is part of digests."""
 Array = NDArray[Any]
 Keys = tuple[Key, ...]
 Rows = TypeVar("Rows", list[int], Tensor, NDArray[np.int64])

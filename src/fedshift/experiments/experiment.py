@@ -372,7 +372,7 @@ class Experiment:
             "margin": self.margin,
             "class_names": self.data.class_names,
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
-            "fingerprint": self.data.fingerprint,
+            "digests": self.data.digests,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
             "majority": {} if self.make_engine else find_majority_classes(self.data),
             "task": self.data.task.name,

@@ -188,7 +188,7 @@ def make_experiment(spec: RunSpec | CompareSpec, progress: Progress | None = Non
     if not (isinstance(spec.model, str) and spec.model == AUTO):
         MODELS.parse(spec.model)  # refused before data are read
     ADAPTERS.parse(spec.adapter)
-    source = load_source(spec.data, spec, progress).fit_images(spec.image_size)
+    source = load_source(spec.data, spec, progress)
     model, data = fit_model(spec, prepare_clients(source, spec))
     settings = make_settings(spec, data.names)
     return Experiment(

@@ -293,12 +293,14 @@ class Trial:
     @property
     def identity(self) -> dict[str, str]:
         """Settings, by name, that must be unchanged to continue from a checkpoint."""
+        digests = {f"data of client {name!r}": digest for name, digest in self.data.digests.items()}
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),
             "model": self._architecture,
             "weights": str(self.settings.weights),
-            "data": self.data.fingerprint,
+            **(digests or {"data": self.data.fingerprint}),
+            "inputs": str(self.data.inputs),
             "work": str(self.plan.work),
             "freeze": str(self.plan.freeze_from),
             "optimizer": str(self.plan.optimizer),

@@ -40,8 +40,8 @@ from ..data.decoding.volumes import (
 from ..data.far_values import FarValues
 from ..data.files.images import UNREAD
 from ..data.files.masks import FIELDS, MASKS, match_names
-from ..data.files.table_schema import SUFFIXES as TABLES
-from ..data.files.table_schema import read_rows
+from ..data.readers.tables import SUFFIXES as TABLES
+from ..data.readers.tables import read_rows
 from ..tasks.segmentation import IGNORED
 from ..tasks.surfaces import compare_surfaces
 from ..tasks.task import count_by_class

@@ -30,7 +30,7 @@ from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
 from ..data.patches import Patches
-from ..data.readers._objects import holds_hub_datasets, holds_tables
+from ..data.readers.arrays import holds_hub_datasets, holds_tables
 from ..data.readers.images import decode_images, inspect_images, make_part
 from ..data.samples import Samples, join_several, to_samples
 from ..data.scan import Part

@@ -66,9 +66,9 @@ def load_checkpoint(path: Path) -> tuple[State, dict[str, Any]]:
 
 
 def refuse_other(then: Mapping[str, str], now: Mapping[str, str]) -> None:
-    """Raise :class:`UsageError` naming the first setting of ``now`` that differs from ``then``."""
-    for key, value in now.items():
-        before = str(then.get(key))
+    """Raise :class:`UsageError` naming the first setting that differs between ``then`` and ``now``."""
+    for key in {**now, **then}:
+        before, value = str(then.get(key)), str(now.get(key))
         if before != value:
             same = next((i for i, (a, b) in enumerate(zip(before, value, strict=False)) if a != b), 0)
             shown = slice(max(0, same - 40), max(0, same - 40) + 120)

@@ -139,10 +139,8 @@ def test_the_catalog_has_each_benchmark_with_its_card(name):
 def test_every_public_function_of_the_data_sets_is_a_benchmark():
     known = list_catalog("data.datasets")
     assert set(known) == {
-        *LOADERS, "digits-five", "morpho-mnist", "abide", "camelyon17", "cifar10-c", "cosines", "domainnet",
-        "fed-heart-disease", "fed-isic2019", "fed-ixi", "feddg-fundus", "feddg-prostate", "femnist", "fets2022",
-        "gaussians", "ham10000",
-        "heart-disease", "office-caltech10", "office-home", "pacs", "tcga-brca", "terra-incognita", "vlcs",
+        *LOADERS, "digits-five", "morpho-mnist", "abide", "cosines", "domainnet", "fed-heart-disease", "fed-isic2019",
+        "gaussians", "ham10000", "heart-disease", "office-caltech10", "tcga-brca",
     }  # fmt: skip
     assert len({get_card(loader).title for loader in known.values()}) == len(known)
 

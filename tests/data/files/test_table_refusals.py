@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedshift.data.assembly import read_source
-from fedshift.data.files import table_schema
 from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.readers import tables
 from fedshift.utils import files
 from fedshift.utils.errors import UsageError
 
@@ -187,7 +187,7 @@ def test_a_small_file_with_more_rows_than_data_have_is_refused_before_they_are_r
     pq.write_table(pa.table({name: values * 10**6 for name, values in columns.items()}), file)
     assert file.stat().st_size < 20_000  # a value that repeats is stored once
     monkeypatch.setattr(files, "UNSUSPECTED", 2**20)
-    monkeypatch.setattr(table_schema.TableFile, "pieces", None)
+    monkeypatch.setattr(tables.pq, "read_table", None)
     with pytest.raises(UsageError, match=r"t.parquet would unpack to 0.0 GB, \d+ times its size: no data do"):
         read_source(file, READING)
     monkeypatch.setattr(files, "UNSUSPECTED", 2**30)
@@ -227,7 +227,6 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
 
 def test_text_among_numbers_is_found_by_its_row_in_the_file(tmp_path, monkeypatch):
     """Rows are counted over batches and over rows of clients that are left out."""
-    monkeypatch.setattr(table_schema, "BATCH_CELLS", 64)
     frame = patients().assign(age=lambda f: f["age"].astype(str))
     frame.loc[[40, 53, 57], "age"] = "ttext"  # 40: of oslo; 53 and 57: of bonn
     frame = pd.concat([frame, frame.assign(age=1000 + np.arange(60))]).assign(age=lambda f: f["age"].astype(str))

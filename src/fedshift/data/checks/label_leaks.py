@@ -17,8 +17,8 @@ from numpy.typing import NDArray
 
 from ...tasks import Classification, Regression, Survival
 from ...utils.words import join_some
+from ..columns import feature_slices
 from ..federation import Federation
-from ..files.table_schema import feature_slices
 from ..usual_values import LEAST
 from .findings import Finding, make_finding
 from .number_faults import list_targets

@@ -9,9 +9,9 @@ from numpy.typing import NDArray
 
 from ...tasks import Regression, Survival
 from ...utils.words import join_some
+from ..columns import feature_slices
 from ..far_values import OWN_SCALE, judge_clients
 from ..federation import ClientData, Federation
-from ..files.table_schema import feature_slices
 from ..preparation import FeatureScaling
 from ..usual_values import LEAST, find_outlying
 from .findings import Finding, list_places, make_finding

@@ -14,7 +14,7 @@ from ..assembly import assemble
 from ..federation import ClientData, Federation
 from ..files.read_options import ReadOptions
 from ..formats import read_idx
-from ..readers import npz
+from ..readers import arrays
 from ..samples import Samples, to_samples
 from ._card import Card, make_card
 
@@ -106,7 +106,7 @@ def _find_directories(folder: Path, name: str) -> list[Path]:
 
 def _read_packed(file: Path) -> Parts:
     reading = ReadOptions(domains=(file.stem,))
-    client = assemble(npz, npz.scan(file.parent, reading), reading).clients[0]
+    client = assemble(arrays, arrays.scan(file.parent, reading), reading).clients[0]
     return client.train, client.test
 
 

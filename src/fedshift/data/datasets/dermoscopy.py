@@ -25,11 +25,13 @@ from ..partition import split_stratified
 from ..preparation import IMAGENET
 from ..samples import Samples
 from ._card import make_card, require_choices
-from ._file_lists import LISTED, DomainFolders, find_domains, list_from_folders, read_listed
+from ._file_lists import COLUMNS, find_domains, list_from_folders, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
 """HAM10000's four sources by their names in its metadata, ordered by their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
 _CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
+_NUMBERS = tuple("012345")
+"""Folders of the centers in the copy at huggingface.co."""
 _HAM_CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 _ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 _HAM_SIZE = (150, 200)
@@ -42,10 +44,14 @@ _ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Inp
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """A table of images, and the folder that contains them."""
+    """A folder of images, and the table that lists them; None: they lie in folders of centers and classes."""
 
-    table: Path
     images: Path
+    table: Path | None
+
+
+_Found = _Published | dict[str, Path]
+"""What is published, or the compact file of each site."""
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -61,19 +67,21 @@ def _find_compact(folder: Path) -> dict[str, Path] | None:
     return None
 
 
-def _find_ham(folder: Path) -> _Published | dict[str, Path] | None:
+def _find_ham(folder: Path) -> _Found | None:
     table = _find_file(folder, _HAM_METADATA)
     if table is not None and next(folder.rglob("ISIC_*.jpg"), None) is not None:
         return _Published(table=table, images=folder)
     return _find_compact(folder)
 
 
-def _find_isic(folder: Path) -> _Published | DomainFolders | dict[str, Path] | None:
+def _find_isic(folder: Path) -> _Found | None:
     table = _find_file(folder, _FLAMBY_LISTS)
     images = next((folder / name for name in _ISIC_IMAGES if (folder / name).is_dir()), None)
     if table is not None and images is not None:
         return _Published(table=table, images=images)
-    return find_domains(folder / "hub", map(str, range(len(_CENTERS)))) or _find_compact(folder)
+    if find_domains(folder / "hub", _NUMBERS):
+        return _Published(table=None, images=folder / "hub")
+    return _find_compact(folder)
 
 
 HAM10000 = make_card("ham10000", find=_find_ham)
@@ -118,14 +126,10 @@ def ham10000(
     if not 0 < test_fraction < 1:
         raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
     _check_size(size)
-    found = HAM10000.locate("ham10000", root)
-    pixels = None
-    if isinstance(found, _Published):
-        images = _read_ham_table(found)
-        if by == "site" and "" in set(images["site"]):
-            raise UsageError(f"by='site': {found.table} has no column 'dataset', which names the site; use by='one'")
-    else:
-        images, pixels = _read_compact(found, "dx")
+    found: _Found = HAM10000.locate("ham10000", root)
+    images, pixels = _read_compact(found, "dx") if isinstance(found, dict) else (_read_ham_table(found), torch.empty(0))
+    if by == "site" and "" in set(images["site"]):
+        raise UsageError("by='site': HAM10000_metadata has no column 'dataset', which names the site; use by='one'")
     tested = _draw_ham_test(images, by_lesion, test_fraction, seed)
     images["part"] = np.where(tested, "test", "train")
     images["client"] = images["site"] if by == "site" else "ham10000"
@@ -134,8 +138,8 @@ def ham10000(
     images = images.sort_values("part", ascending=False, kind="stable")
     clients = {name: images[images["client"] == name] for name in sorted(set(images["client"]))}
     note = f"HAM10000, {'lesions' if by_lesion else 'images'} split at random, {test_fraction:g} for testing"
-    if pixels is not None:
-        return _make_federation("ham10000", pixels, clients, _HAM_CLASSES, note, size)
+    if isinstance(found, dict):
+        return _join_compact("ham10000", pixels, clients, _HAM_CLASSES, note, size)
     return read_listed(
         found.images, clients, name="ham10000", class_names=_HAM_CLASSES, size=size or _HAM_SIZE, note=note,
         progress=progress,
@@ -170,37 +174,30 @@ def fed_isic2019(
 
     """
     _check_size(size)
-    found = FED_ISIC2019.locate("fed-isic2019", root)
-    cleaned = ", without training images of lesions that are in test data" if clean else ""
-    note = f"Fed-ISIC2019, FLamby's split{cleaned}"
-    if isinstance(found, dict):
-        images, pixels = _read_compact(found, "y")
-        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
-        images = _drop_tested_lesions(images) if clean else images
-        federation = _make_federation(
-            "fed-isic2019", pixels, {site: images[images["site"] == site] for site in found}, _ISIC_CLASSES, note, size
+    found: _Found = FED_ISIC2019.locate("fed-isic2019", root)
+    images, pixels = _read_compact(found, "y") if isinstance(found, dict) else (_list_isic(found), torch.empty(0))
+    if clean and "lesion" not in images:
+        raise UsageError(
+            f"clean=True needs HAM10000_metadata and {_ISIC_METADATA} next to FLamby's list, which name the lesions: "
+            "get them from https://doi.org/10.7910/DVN/DBW86T and https://challenge.isic-archive.com/data/#2019"
         )
-        missing = "these files have four centers of the six: bcn and msk are not in them"
-        return replace(federation, notices=(missing,)).normalize(IMAGENET)
-    notices: tuple[str, ...] = ()
-    if isinstance(found, DomainFolders):
-        if clean:
-            raise UsageError(
-                f"clean=True: {found.root} does not say which lesion an image shows; {FED_ISIC2019.layout}"
-            )
-        labels = {name: label for label, known in enumerate(_ISIC_CLASSES) for name in (known, str(label))}
-        by_number = list_from_folders(found, labels, 0.2)
-        clients = {_CENTERS[int(number)]: listed for number, listed in by_number.items()}
-        folder = found.root
+    if "lesion" in images:
+        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
+    images = _drop_tested_lesions(images) if clean else images
+    clients = {site: images[images["site"] == site] for site in (found if isinstance(found, dict) else _CENTERS)}
+    cleaned = ", without training images of lesions that are in test data" if clean else ""
+    note, notices = f"Fed-ISIC2019, FLamby's split{cleaned}", list[str]()
+    if isinstance(found, dict):
+        data = _join_compact("fed-isic2019", pixels, clients, _ISIC_CLASSES, note, size)
+        notices.append("these files have four centers of the six: bcn and msk are not in them")
     else:
-        clients, folder = _list_isic_images(found, clean), found.images
-        if folder.name == _ISIC_IMAGES[1]:
-            notices = (f"{folder} holds the images as published, without FLamby's color constancy",)
-    federation = read_listed(
-        folder, clients, name="fed-isic2019", class_names=_ISIC_CLASSES, size=224 if size is None else size,
-        note=note, progress=progress,
-    )  # fmt: skip
-    return replace(federation, notices=notices).normalize(IMAGENET)
+        data = read_listed(
+            found.images, clients, name="fed-isic2019", class_names=_ISIC_CLASSES, size=size or 224, note=note,
+            progress=progress,
+        )  # fmt: skip
+        if found.images.name == _ISIC_IMAGES[1]:
+            notices.append(f"{found.images} holds the images as published, without FLamby's color constancy")
+    return replace(data, notices=tuple(notices)).normalize(IMAGENET)
 
 
 def _check_size(size: int | None) -> None:
@@ -208,22 +205,21 @@ def _check_size(size: int | None) -> None:
         raise UsageError(f"size={size} pixels: must be at least 1")
 
 
-def _make_federation(
+def _join_compact(
     name: str, x: torch.Tensor, clients: dict[str, pd.DataFrame], classes: tuple[str, ...], note: str, size: int | None
 ) -> Federation:
     """Return the federation of clients whose images are the rows of ``x`` given by the index of their tables."""
-
-    def select(own: pd.DataFrame) -> Samples:
-        label, rows = torch.tensor(own["label"].to_numpy()), torch.tensor(own.index.to_numpy())
-        group = torch.tensor(own["group"].to_numpy()) if "group" in own else None
-        return Samples(x=x, y=label, rows=rows, group=group)
-
-    data = tuple(
-        ClientData.from_splits(client, {part: select(own[own["part"] == part]) for part in ("train", "test")})
-        for client, own in clients.items()
-    )
-    made = Federation(name=name, clients=data, classes=len(classes), note=note, class_names=classes)
-    return made if size is None else made.fit_images(size)
+    data = []
+    for client, own in clients.items():
+        splits = {}
+        for part in ("train", "test"):
+            listed = own[own["part"] == part]
+            group = torch.tensor(listed["group"].to_numpy()) if "group" in listed else None
+            y, rows = torch.tensor(listed["label"].to_numpy()), torch.tensor(listed.index.to_numpy())
+            splits[part] = Samples(x=x, y=y, rows=rows, group=group)
+        data.append(ClientData.from_splits(client, splits))
+    joined = Federation(name=name, clients=tuple(data), classes=len(classes), note=note, class_names=classes)
+    return joined if size is None else joined.fit_images(size)
 
 
 def _draw_ham_test(images: pd.DataFrame, by_lesion: bool, fraction: float, seed: int) -> NDArray[np.bool_]:
@@ -247,6 +243,7 @@ def _drop_tested_lesions(images: pd.DataFrame) -> pd.DataFrame:
 
 def _read_ham_table(found: _Published) -> pd.DataFrame:
     """Return the images in the table, with paths relative to ``found.images``."""
+    assert found.table is not None
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
     rows = read_csv(
         found.table,
@@ -262,13 +259,22 @@ def _read_ham_table(found: _Published) -> pd.DataFrame:
     return pd.DataFrame([(there[name], *facts) for name, *facts in rows], columns=["path", "label", "lesion", "site"])
 
 
-def _list_isic_images(found: _Published, clean: bool) -> dict[str, pd.DataFrame]:
-    images = pd.DataFrame(read_csv(found.table, "FLamby's list", _read_isic_row), columns=[*LISTED, "center"])
-    if clean or _find_lesion_tables(found.table.parent):
-        images["lesion"] = images["path"].map(_read_lesions(found.table.parent))
-        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
-    images = _drop_tested_lesions(images) if clean else images
-    return {center: images[images["center"] == center] for center in _CENTERS}
+def _list_isic(found: _Published) -> pd.DataFrame:
+    """Return the images, with the lesion of those whose source names it if both tables of lesions exist."""
+    if found.table is None:
+        labels = {name: label for label, known in enumerate(_ISIC_CLASSES) for name in (known, str(label))}
+        lists = list_from_folders({number: found.images / number for number in _NUMBERS}, labels, 0.2)
+        return pd.concat([listed.assign(site=_CENTERS[int(number)]) for number, listed in lists.items()])
+    images = pd.DataFrame(read_csv(found.table, "FLamby's list", _read_isic_row), columns=[*COLUMNS, "site"])
+    folder = found.table.parent
+    ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
+    if ham is not None and isic.is_file():
+        lesions: dict[str, str] = {}
+        for file, image in ((isic, "image"), (ham, "image_id")):
+            rows = read_csv(file, "a table of images", itemgetter(image, "lesion_id"))
+            lesions |= {f"{name}.jpg": lesion for name, lesion in rows if lesion}
+        images["lesion"] = images["path"].map(lesions)
+    return images
 
 
 def _read_isic_row(row: dict[str, str]) -> tuple[str, int, str, str]:
@@ -276,27 +282,6 @@ def _read_isic_row(row: dict[str, str]) -> tuple[str, int, str, str]:
     if part not in ("train", "test") or not 0 <= label < len(_ISIC_CLASSES):
         raise ValueError(f"{row['image']} has target {label} and fold {part!r}")
     return f"{row['image']}.jpg", label, part, _CENTERS[int(row["center"])]
-
-
-def _find_lesion_tables(folder: Path) -> tuple[Path, Path] | None:
-    """Return the tables of ISIC 2019 and of HAM10000 that name lesions, or None if either is missing."""
-    ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
-    return None if ham is None or not isic.is_file() else (isic, ham)
-
-
-def _read_lesions(folder: Path) -> dict[str, str]:
-    """Return the lesion of each image file whose source names it."""
-    tables = _find_lesion_tables(folder)
-    if tables is None:
-        raise UsageError(
-            f"clean=True needs HAM10000_metadata and {_ISIC_METADATA} in {folder}, which name the lesions: get them "
-            "from https://doi.org/10.7910/DVN/DBW86T and https://challenge.isic-archive.com/data/#2019"
-        )
-    lesions: dict[str, str] = {}
-    for file, image in zip(tables, ("image", "image_id"), strict=True):
-        rows = read_csv(file, "a table of images", itemgetter(image, "lesion_id"))
-        lesions |= {f"{name}.jpg": lesion for name, lesion in rows if lesion}
-    return lesions
 
 
 def _read_compact(files: dict[str, Path], label: str) -> tuple[pd.DataFrame, torch.Tensor]:

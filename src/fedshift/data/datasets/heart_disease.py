@@ -23,9 +23,9 @@ from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..columns import Column
 from ..federation import ClientData, Federation
-from ..files.table_schema import prepare_rows
 from ..formats import read_npz
 from ..partition import split_stratified
+from ..readers.tables import prepare_rows
 from ..samples import Samples
 from ._card import make_card
 

@@ -47,7 +47,7 @@ from .dicom import (
     read_values,
     stack_slices,
 )
-from .images import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header
+from .images import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header, to_classes
 from .resizing import find_size, resample_image
 
 VOLUMES = (*NIFTI, *DICOM)
@@ -208,16 +208,10 @@ def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
         if is_volume(file) or file.is_dir():
             values, _ = _decode(file, turn, brighten=False)
         else:
-            header = read_header(file)
-            values, _ = decode_image(file, kind="mask", channels=1, height=header.height, width=header.width)
+            values, _ = decode_image(file, kind="mask")
         if len(values) != 1:
             raise Unreadable(f"is a mask with {len(values)} channels: give one class number for each place")
-        if not (values.min() >= 0 and values.max() <= 255 and (values == np.floor(values)).all()):
-            raise Unreadable(
-                f"is a mask with values from {values.min():g} to {values.max():g}, no class numbers in 0..255"
-            )
-        classes: NDArray[np.uint8] = values[0].astype(np.uint8)
-        return classes
+        return to_classes(values[0])
 
 
 def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:

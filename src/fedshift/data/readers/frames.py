@@ -1,28 +1,26 @@
 """Tables in memory: pandas frames and HuggingFace datasets of single values, read like table files.
 
 One frame has all clients, in a column; or each client has one, or one for each split. Objects are recognized by their
-attributes; neither library is imported here.
+attributes; HuggingFace's library is not imported here.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
-from typing_extensions import override
 
 from ...utils.errors import UsageError
 from ..agreement import refuse_other_class_names
-from ..arrays import is_hub_dataset, list_class_names
+from ..arrays import list_class_names
 from ..files.read_options import ReadOptions
-from ..files.table_schema import BATCH_CELLS, TableFile
 from ..scan import SPLITS, Scan, choose_clients
 from . import tables
-from ._objects import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
+from .arrays import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
 
 holds = "tables in memory"
 options = tables.options
@@ -30,22 +28,6 @@ load = tables.load
 
 SPLIT = "split"
 """Name of the column that is added to tables given in parts."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _TableInMemory(TableFile):
-    """A frame in place of a file; ``path`` is its name in messages. ``in_parts``: its split column was added."""
-
-    table: pa.Table
-    in_parts: bool
-
-    @override
-    def pieces(self, columns: Sequence[str], together: int = 8) -> Iterator[tuple[int, pa.RecordBatch]]:
-        for at in range(0, len(columns), together):
-            names, row = list(columns[at : at + together]), 0
-            for batch in self.table.select(names).to_batches(max(1, BATCH_CELLS // len(names))):
-                yield row, batch
-                row += batch.num_rows
 
 
 def can_read(source: object) -> bool:
@@ -63,61 +45,53 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
         require_names(source)
         frames = {name: source[name] for name in choose_clients(source, reading)}
         reading = replace(reading, client_column=None)
-    _refuse_other_classes(frames, reading)
-    opened = [_open_table(name, given, reading) for name, given in frames.items()]
-    if any(table.in_parts for table in opened):
-        reading = replace(reading, split_column=SPLIT)
-    if reading.schema is not None and reading.client_column not in opened[0].types:
+    parts = {name: _name_parts(name, given) for name, given in frames.items()}
+    meant = {f"{name}, {split} data" if split else name: list_class_names(part, reading.target)
+             for name, own in parts.items() for split, part in own.items()}  # fmt: skip
+    refuse_other_class_names(meant)
+    in_parts = [name for name, own in parts.items() if "" not in own]
+    if in_parts and reading.split_column is not None:
+        raise UsageError(
+            f"split_column={reading.split_column!r}: client {in_parts[0]!r} is given in parts already, "
+            f"{', '.join(parts[in_parts[0]])}: leave it out"
+        )
+    opened = [tables.Table(Path(f"{name}.DataFrame"), _join(name, own)) for name, own in parts.items()]
+    reading = replace(reading, split_column=SPLIT) if in_parts else reading
+    if reading.schema is not None and reading.client_column not in opened[0].names:
         reading = replace(reading, client_column=None)
     return tables.scan_tables(opened, NAME, reading)
 
 
-def _refuse_other_classes(tables: Mapping[str, Any], reading: ReadOptions) -> None:
-    """Refuse tables of HuggingFace whose labels do not mean the same, as their numbers alone are read."""
-    meant = {}
-    for name, given in tables.items():
-        parts = dict(zip(("train", "test"), given, strict=False)) if isinstance(given, tuple | list) else given
-        for split, part in (parts if isinstance(parts, Mapping) else {"": parts}).items():
-            meant[f"{name}, {split} data" if split else name] = list_class_names(part, reading.target)
-    refuse_other_class_names(meant)
-
-
-def _open_table(name: str, given: Any, reading: ReadOptions) -> _TableInMemory:
-    """Return a table, or the tables of its splits as one table with a split column."""
+def _name_parts(name: str, given: Any) -> dict[str, Any]:
+    """Return the tables of a client by split; the name of a single one is empty."""
     if is_table(given):
-        table = _to_arrow(name, given)
-    else:
-        parts = given if isinstance(given, Mapping) else dict(zip(("train", "test"), given, strict=False))
-        if not isinstance(given, Mapping | tuple | list) or len(parts) != len(given) or not set(parts) <= set(SPLITS):
-            raise UsageError(
-                f"client {name!r}: give a frame, two, (train, test), or a dictionary of train, validation, test"
-            )
-        if reading.split_column is not None:
-            raise UsageError(
-                f"split_column={reading.split_column!r}: client {name!r} is given in parts already, "
-                f"{', '.join(parts)}: leave it out"
-            )
-        found = {split: _to_arrow(f"{name}, {split}", part) for split, part in parts.items()}
-        for split, part in found.items():
-            if SPLIT in part.column_names:
-                raise UsageError(f"{name}, {split}: column {SPLIT!r} is named as the parts are: give it another name")
-        whole = [part.append_column(SPLIT, pa.array([split] * len(part), pa.string())) for split, part in found.items()]
+        return {"": given}
+    parts = dict(given) if isinstance(given, Mapping) else dict(zip(("train", "test"), given, strict=False))
+    if not isinstance(given, Mapping | tuple | list) or len(parts) != len(given) or not set(parts) <= set(SPLITS):
+        raise UsageError(
+            f"client {name!r}: give a frame, two, (train, test), or a dictionary of train, validation, test"
+        )
+    return parts
+
+
+def _join(name: str, parts: Mapping[str, Any]) -> pa.Table:
+    """Return the tables of a client as one, with a column of splits if there are several."""
+    found = []
+    for split, given in parts.items():
+        told = f"{name}, {split}" if split else name
+        frame = (given.to_pandas() if hasattr(given, "to_pandas") else given).rename(columns=str)
+        twice = [column for column, count in Counter(frame.columns).items() if count > 1]
+        if twice:
+            raise UsageError(f"{told}: two columns are called {twice[0]!r}: names must differ; rename one")
+        if split and SPLIT in frame:
+            raise UsageError(f"{told}: column {SPLIT!r} is named as the parts are: give it another name")
         try:
-            table = pa.concat_tables(whole, promote_options="permissive")
+            table = pa.Table.from_pandas(frame, preserve_index=False)
         except pa.ArrowException as error:
-            raise UsageError(f"client {name!r}: its parts cannot be put together: {error}") from error
-    types = dict(zip(table.schema.names, table.schema.types, strict=True))
-    return _TableInMemory(path=Path(f"{name}.DataFrame"), types=types, table=table, in_parts=not is_table(given))
-
-
-def _to_arrow(name: str, given: Any) -> pa.Table:
-    """Return a frame, or a HuggingFace dataset of single values, as an Arrow table."""
-    frame = given.to_pandas() if is_hub_dataset(given) else given
-    frame = frame.rename(columns=str)
-    twice = [column for column, count in Counter(frame.columns).items() if count > 1]
-    if twice:
-        raise UsageError(f"{name}: two columns are called {twice[0]!r}: names must differ; rename one")
+            reasons = "; ".join(map(str, error.args))
+            raise UsageError(f"{told}: {reasons}: give each column values of one type") from error
+        found.append(table.append_column(SPLIT, pa.array([split] * len(table), pa.string())) if split else table)
     try:
-        return pa.Table.from_pandas(frame, preserve_index=False)
+        return pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
-        raise UsageError(f"{name}: {'; '.join(map(str, error.args))}: give each column values of one type") from error
+        raise UsageError(f"client {name!r}: its parts cannot be put together: {error}") from error

@@ -1,6 +1,6 @@
 """Images in folders of classes, ``DIR/<client>/<class>/<image>`` or ``DIR/<client>/<part>/<class>/<image>``.
 
-Federations of domains are published in this form (Office-Caltech10, Office-Home, PACS, DomainNet). A part is train,
+Federations of domains are published in this form (Office-Home, PACS, VLCS). A part is train,
 validation or test. A client without a test folder has test samples drawn from its train folder, or from all. Train,
 validation and test are rows of one array, which is decoded once and then mapped from the cache
 (:mod:`fedshift.data.files.image_store`).

@@ -20,12 +20,11 @@ from typing_extensions import override
 
 from ...config.spec import CompareSpec, RunSpec
 from ...data.agreement import KINDS, refuse_other_labels, refuse_other_scales
-from ...data.columns import Column, Holds
+from ...data.columns import Column, Holds, feature_offsets
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
-from ...data.files.table_schema import MOST_CATEGORIES, feature_offsets
 from ...data.inputs import MOST_INPUTS, require_layout
-from ...data.readers.tables import number_classes
+from ...data.readers.tables import MOST_CATEGORIES, number_classes
 from ...data.samples import Samples
 from ...experiments.factory import make_settings
 from ...experiments.settings import Settings
@@ -140,6 +139,12 @@ def _fit_shape(columns: Sequence[Column], shape: tuple[int, ...]) -> bool:
 
 class RemoteFederation(Federation):
     """Clients whose samples are on other machines; here samples are zeros, and only the counts of labels are real."""
+
+    @override
+    @property
+    def digests(self) -> dict[str, str]:
+        """Empty: each site compares its own."""
+        return {}
 
     @override
     @property

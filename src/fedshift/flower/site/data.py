@@ -13,7 +13,7 @@ from ...config.spec import DataSpec
 from ...data.columns import Column
 from ...data.federation import Federation
 from ...data.files.images import holds_images
-from ...data.files.table_schema import find_tables, is_table
+from ...data.readers.tables import find_tables, is_table
 from ...data.schema import Layout
 from ...data.sources import load_source
 from ...utils.errors import UsageError
@@ -57,7 +57,7 @@ def load_local(
             raise UsageError(
                 f"data {data!r} is not a file or directory here; for data by name, choose a client (--name)"
             )
-        made = load_source(data, spec).select_clients([name]).fit_images(spec.image_size)
+        made = load_source(data, spec).select_clients([name])
         layout.require_columns(made, layout.name)
         return made
     alone = place / "data"
@@ -70,7 +70,7 @@ def load_local(
             other.unlink()
     link.symlink_to(path.resolve())  # its directory contains only this client
     if not is_table(link):
-        made = load_source(str(alone), spec).select_clients([called]).fit_images(spec.image_size)
+        made = load_source(str(alone), spec).select_clients([called])
         if any(client.decoding.kind == "signal" for client in made.clients):
             raise UsageError(
                 f"{path} holds recordings, whose leads sites do not compare with each other's: write them to .npz "

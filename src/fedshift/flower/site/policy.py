@@ -23,8 +23,8 @@ from ...analysis.privacy import Mechanism, compute_epsilon, find_mechanism
 from ...config.spec import DataSpec
 from ...core.declarations import Reveals
 from ...core.plan import Plan
+from ...data.columns import feature_slices
 from ...data.federation import Federation
-from ...data.files.table_schema import feature_slices
 from ...results.disclosure import RECEIVERS, REVEALS
 from ...tasks import CLASSIFICATION
 from ...utils.errors import UsageError
