@@ -39,7 +39,7 @@ def test_other_names_have_other_identities(one, other):
 def test_names_are_one_unless_a_client_has_both():
     stands, (notice,) = merge_names({"a": ["cat", "Dog"], "b": ["Cat", "dog"]}, "classes")
     assert stands == {"Cat": "Cat", "cat": "Cat", "Dog": "Dog", "dog": "Dog"}
-    assert "are one: 'Cat' and 'cat' (as 'Cat'); 'Dog' and 'dog' (as 'Dog')" in notice
+    assert "are one: 'Cat' and 'cat' (as 'Cat'), 'Dog' and 'dog' (as 'Dog')" in notice
     stands, notices = merge_names({"a": ["a", "A ", "A"], "b": ["b"], "c": ["B"]}, "classes")
     assert stands == {"a": "a", "A": "A", "A ": "A", "b": "b", "B": "B"}
     assert "are one: 'A' and 'A ' (as 'A')" in notices[0]

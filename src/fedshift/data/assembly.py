@@ -24,10 +24,11 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
+from .columns import Column
 from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
-from .identity import clean_name, group_alike, merge_names, show_alike
+from .identity import clean_name, describe_alike, group_alike, merge_names, show_alike
 from .inputs import require_layout
 from .preparation import HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
@@ -37,10 +38,6 @@ from .stores import LazyStore
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
-SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
-"""Notice of floats that are not images, although they have as many axes as gray images."""
-IMAGES = "samples of shape {} x {} are gray images; give signals of {} channels as [N, {}, {}]"
-"""Notice of floats that are gray images, and might be signals whose channels are the last axis."""
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -120,6 +117,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
+            *_name_categories(loaded.columns),
             *odd,
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
@@ -155,6 +153,12 @@ def _merge_groups(scan: Scan) -> Scan:
         stands = np.array([merged[part.client][0][name] for name in names.tolist()], np.str_)
         parts.append(replace(part, group=stands[place_N]))
     return replace(scan, parts=tuple(parts), notices=(*scan.notices, *told))
+
+
+def _name_categories(columns: Iterable[Column]) -> list[str]:
+    """Return notices of categories with alike names, which are different features."""
+    alike = {each.name: each.categories for each in columns if each.categories and group_alike(each.categories)}
+    return [f"{describe_alike(f'categories of {name!r}', texts)}; spell them alike" for name, texts in alike.items()]
 
 
 def _merge_classes(scan: Scan, task: Task, reading: ReadOptions) -> Scan:
@@ -264,19 +268,13 @@ def _require_both(
 
 
 def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
-    """Return notices about samples that are read on demand, and those that might be meant otherwise."""
+    """Return notices about samples that are read on demand."""
     splits = {f"client {c.name!r}, {split} data": part for c in clients for split, part in c.splits.items()}
     where = [name for name, split in splits.items() if not split.repeats]
     lazy = any(split.lazy for split in splits.values())
-    first = next(iter(splits.values()))
-    shape, floats = first.shape, first.dtype.is_floating_point and clients[0].decoding == ARRAY
-    turned = floats and len(shape) == 3 and shape[0] == 1 and shape[1] >= 2 * shape[2]
-    doubtful = floats and len(shape) == 2 and shape[0] > 1
     return [
         *([LAZY] if lazy else []),
         *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else []),
-        *([SIGNALS.format(*shape, shape[0])] if doubtful else []),
-        *([IMAGES.format(*shape[1:], shape[2], *shape[:0:-1])] if turned else []),
     ]
 
 

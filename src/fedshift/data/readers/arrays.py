@@ -28,6 +28,7 @@ from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.files import open_regular
 from ...utils.words import join_some
 from ..agreement import refuse_other_class_names
+from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
@@ -83,9 +84,15 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
 def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return the clients' inputs; parts with one array share its store."""
     keys = [id(part.source) for part in scan.parts]
-    sources = dict(zip(keys, scan.parts, strict=True))
+    sources = dict(zip(reversed(keys), reversed(scan.parts), strict=True))  # the first of those that share an array
     stores = {key: to_store(part.source, part.where) for key, part in sources.items()}
-    return Loaded(stores=[stores[key] for key in keys])
+    trained = {
+        part.where: stores[key]
+        for key, part in zip(keys, scan.parts, strict=True)
+        if (assign(part, ()) == SPLITS.index("train")).any()
+    }
+    notices = describe_arrays(trained, several=bool(scan.parts[0].inputs))
+    return Loaded(stores=[stores[key] for key in keys], notices=tuple(notices))
 
 
 # Files
@@ -275,8 +282,8 @@ def _require_arrays(where: str, arrays: Mapping[str, Any], names: Iterable[str])
             file = "/".join([*name.split("_")[:0:-1], f"{name.split('_')[0]}.npy"])
             raise UsageError(
                 f"{where} has no array {name!r}, or file {file} (it has {join_some(map(str, arrays)) or 'none'}): "
-                "name the arrays x_train, y_train, x_test, y_test, or x and y alone, of which test samples are drawn, "
-                "or choose other clients ({})",
+                "name the arrays x_train, y_train, x_test, y_test, or x and y alone, of which test samples are drawn; "
+                "give columns of a table as pandas.DataFrame, or choose other clients ({})",
                 Ref("domains"),
             )
 
