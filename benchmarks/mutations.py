@@ -288,13 +288,12 @@ DATA = (
           "labels[file.category] for file in own",
           "sorted({f.category for f in own}).index(file.category) for file in own",
           "tests/data/files/test_images.py tests/data/files"),
-    Fault("labels-mapped-backwards", "data/samples.py", "Samples.relabel", "labels.to(self.y.device)[self.y]",
-          "labels.argsort().to(self.y.device)[self.y]",
+    Fault("labels-mapped-backwards", "data/joining.py", "match_labels", "number[split.y]", "number.argsort()[split.y]",
           "tests/data/test_agreement.py tests/data/test_objects.py tests/new_clients/test_site_data.py"),
     Fault("classes-not-shuffled", "data/partition.py", "_cut", "rng.permutation(index)", "index",
           "tests/data/test_partition.py"),
-    Fault("joined-stores-start-at-0", "data/samples.py", "join_samples", "starts[id(part.store)] + part.all_rows",
-          "part.all_rows", "tests/data/test_lazy_datasets.py tests/data/test_stores.py tests/data/test_samples.py"),
+    Fault("joined-stores-start-at-0", "data/samples.py", "number_rows", "starts[part.store, key] + part.rows",
+          "part.rows", "tests/data/test_lazy_datasets.py tests/data/test_stores.py tests/data/test_samples.py"),
     Fault("missing-category-is-none-of-them", "data/files/table_schema.py", "fill_cells", "out[place < 0] = np.nan",
           "pass", "tests/data/files/test_tables.py"),
 )  # fmt: skip
@@ -308,11 +307,11 @@ JUDGMENTS = (
           "tests/data/test_far_values.py"),
     Fault("far-values-judged-after-scaling", "data/files/table_schema.py", "prepare_rows",
           "find_outlying(x[:, features.start])", "find_outlying(x[:, features.start] * 0)",
-          "tests/diagnosis/test_quality.py"),
+          "tests/data/checks/test_quality.py"),
     Fault("codes-for-missing-values-are-numbers", "data/files/table_schema.py", "ColumnContents.update",
           "codes.setdefault(word, f", "codes.get(word, f", "tests/data/files/test_tables.py"),
-    Fault("names-that-occur-once-are-leaks", "diagnosis/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
-          "tests/diagnosis/test_quality.py"),
+    Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
+          "tests/data/checks/test_quality.py"),
 )  # fmt: skip
 
 FLOWER = (

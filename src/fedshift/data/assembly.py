@@ -19,15 +19,18 @@ from torch import Tensor
 
 from ..config.given_settings import make_settings
 from ..config.spec import DataSpec
-from ..tasks.classification import CLASSIFICATION
+from ..tasks.classification import CLASSIFICATION, Classification
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
+from .columns import Column
+from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
+from .identity import clean_name, describe_alike, group_alike, merge_names, show_alike
 from .inputs import require_layout
-from .preparation import ARRAY, HALF, Scaling
+from .preparation import HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides, assign_splits
@@ -75,6 +78,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     training or testing, a group is on two sides, or samples cannot be loaded.
     """
     task = scan.task or (Segmentation() if scan.parts and scan.parts[0].y.dtype == torch.uint8 else CLASSIFICATION)
+    scan = _merge_classes(_merge_groups(_name_clients(scan)), task, reading)
     _refuse_fraction(scan, reading)
     for part in scan.parts[1:]:
         require_layout(part.inputs, scan.parts[0].inputs, part.where, scan.parts[0].where)
@@ -112,6 +116,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
+            *_name_categories(loaded.columns),
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),
@@ -123,6 +128,57 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         return whole
     extents = {id(store): each for store, each in zip(loaded.stores, loaded.extents, strict=False)}
     return whole.cut_patches(reading.patch_size, extents=extents, fixed=reading.image_size is not None)
+
+
+def _name_clients(scan: Scan) -> Scan:
+    """Return ``scan`` with notices of clients with alike names; raise :class:`UsageError` if they look the same."""
+    names = dict.fromkeys(part.client for part in scan.parts)
+    for same in group_alike(names, clean_name):
+        raise UsageError(f"clients {show_alike(same)} have names that look the same: join them, or rename one")
+    _, notices = merge_names({"": names}, "clients")
+    return replace(scan, notices=(*scan.notices, *notices))
+
+
+def _merge_groups(scan: Scan) -> Scan:
+    """Return ``scan`` with one name for all spellings of a client's group."""
+    held: dict[str, list[str]] = {}
+    for part in scan.parts:
+        held.setdefault(part.client, []).extend(set(part.group.tolist()))
+    merged = {client: merge_names({"": names}, "groups", together=True) for client, names in held.items()}
+    parts, told = [], [f"client {client!r}: {notice}" for client, (_, notices) in merged.items() for notice in notices]
+    for part in scan.parts:
+        names, place_N = np.unique(part.group, return_inverse=True)
+        stands = np.array([merged[part.client][0][name] for name in names.tolist()], np.str_)
+        parts.append(replace(part, group=stands[place_N]))
+    return replace(scan, parts=tuple(parts), notices=(*scan.notices, *told))
+
+
+def _name_categories(columns: Iterable[Column]) -> list[str]:
+    """Return notices of categories with alike names, which are different features."""
+    alike = {each.name: each.categories for each in columns if each.categories and group_alike(each.categories)}
+    return [f"{describe_alike(f'categories of {name!r}', texts)}; spell them alike" for name, texts in alike.items()]
+
+
+def _merge_classes(scan: Scan, task: Task, reading: ReadOptions) -> Scan:
+    """Return ``scan`` with one label for all spellings of a class."""
+    names = scan.class_names
+    outside = any(((part.y < 0) | (part.y >= len(names))).any() for part in scan.parts)  # which a check refuses
+    if not isinstance(task, Classification) or not group_alike(names) or outside:
+        return scan
+    held: dict[str, set[str]] = {name: {name} for name in names}  # also of clients that are not read
+    for number, client in enumerate({part.client: None for part in scan.parts}):
+        labels = set(torch.cat([part.y for part in scan.parts if part.client == client]).tolist())
+        held[f"client {number}"] = {names[label] for label in labels}
+    stands, notices = merge_names(held, "classes")
+    kept = tuple(name for name in names if stands[name] == name)
+    label = torch.tensor([kept.index(stands[name]) for name in names])
+    return replace(
+        scan,
+        parts=tuple(replace(part, y=label[part.y]) for part in scan.parts),
+        classes=reading.classes or (scan.classes and scan.classes - len(names) + len(kept)),
+        class_names=kept,
+        notices=(*scan.notices, *notices),
+    )
 
 
 def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:

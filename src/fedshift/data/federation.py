@@ -28,9 +28,10 @@ from ..utils.random_streams import stream
 from ..utils.words import Information, join_some
 from .agreement import check_scales, name_scales
 from .columns import Column
+from .decoding import ARRAY, Decoding
 from .decoding.resizing import describe_stretch, resize, resize_masks
 from .patches import Patches, Size
-from .preparation import ARRAY, Decoding, FeatureScaling, Normalization, Preparation
+from .preparation import FeatureScaling, Normalization, Preparation
 from .samples import (
     SHOWN,
     Samples,
@@ -352,9 +353,9 @@ class Federation:
             return made.with_targets(resize_masks(split.y, target))
 
         told = [] if cases else [describe_stretch(sizes, target)]
-        if len(sizes) > 1 and not cases and not size:
-            listed = join_some(" x ".join(map(str, side[::-1])) for side in sorted(sizes))
-            told += [f"images of {listed} pixels become {target[1]} x {target[0]}, unless image_size says another size"]
+        if len(sizes) > 1 and not size and not cases:
+            some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
+            told.append(f"images of {some} pixels become 28 x 28: image_size chooses another size")
         return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(
@@ -487,6 +488,18 @@ class Federation:
                 )
         check_scales(self.named_splits(), common, self.inputs)
         return self
+
+    def tell_shared_tests(self) -> Federation:
+        """Return the federation with a notice about test samples that several clients share."""
+        users: dict[Samples, list[str]] = {}
+        for client in self.clients:
+            users.setdefault(client.test, []).append(client.name)
+        told = [
+            f"{join_some(names)} share {len(test)} test samples: their results are of the same samples"
+            for test, names in users.items()
+            if len(names) > 1
+        ]
+        return replace(self, notices=tuple(dict.fromkeys((*self.notices, *told))))
 
     def named_splits(self) -> dict[str, Samples]:
         """Return every split by its name in messages."""

@@ -352,13 +352,14 @@ def _partition(
     def change(data: Federation) -> Federation:
         wholes = [(data.pool().clients[0], "")] if within == "all" else [(c, f"{c.name}-") for c in data.clients]
         for whole, _ in wholes:
-            if int(whole.train.distinct_rows.max()) + 1 < len(whole.train):
-                repeated = (c.name for c in data.clients if int(c.train.distinct_rows.max()) + 1 < len(c.train))
+            if len(torch.unique(whole.train.rows)) < len(whole.train):
+                repeated = (c.name for c in data.clients if len(torch.unique(c.train.rows)) < len(c.train))
                 raise UsageError(
                     f"{name}(clients={clients}): samples of client {next(repeated, data.names[0])!r} are repeated, and "
                     "several clients would have copies: put repeat() after it"
                 )
-        return replace(data, clients=tuple(part for whole in wholes for part in deal(whole[0], data, whole[1])))
+        dealt = tuple(client for whole in wholes for client in deal(whole[0], data, whole[1]))
+        return replace(data, clients=dealt).tell_shared_tests()
 
     return change
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fedshift.data.checks.faults import judge_groups
 from fedshift.data.datasets.dermoscopy import fed_isic2019
-from fedshift.diagnosis.faults import judge_groups
 from fedshift.utils.errors import UsageError
 
 CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
