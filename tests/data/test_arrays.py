@@ -201,7 +201,7 @@ def test_arrays_and_files_that_are_not_read_are_named(tmp_path):
     data = read(tmp_path)
     assert data.names == ("a", "b")
     files, arrays, _ = data.notices
-    assert files.startswith(f"{tmp_path}: files that are not read: c.npz.gz, d.npy: name them client.npz")
+    assert files.startswith(f"{tmp_path}: files that are not read: c.npz.gz, d.npy: see the layouts of")
     assert "a.npz: arrays that are not read: x_holdout, ids; the data are x_train, y_train, x_test, y_test" in arrays
 
 

@@ -7,7 +7,7 @@ spaced; of a dataset whose items are decoded on demand, on the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
@@ -74,9 +74,11 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
     ]
 
 
-def describe_labels(targets: Iterable[Tensor]) -> list[str]:
-    """Return a notice of classes below the largest that none of the training ``targets`` (int64 ``[N]``) have."""
-    labels = torch.unique(torch.cat([torch.unique(y) for y in targets])).tolist()
+def describe_labels(targets: Sequence[Tensor]) -> list[str]:
+    """Return a notice of classes below the largest that none of the training ``targets`` have, if they are classes."""
+    if any(y.dtype != torch.int64 or y.ndim != 1 for y in targets):
+        return []
+    labels = sorted({label for y in targets for label in torch.unique(y).tolist()})
     absent = sorted(set(range(labels[-1] + 1 if labels else 0)).difference(labels))
     if not absent or labels[0] < 0:  # which is refused
         return []
