@@ -111,7 +111,7 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     assert load_federation(two, DataSpec(classes=3)).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
     assert (
-        "images of 5 x 5, 6 x 5 pixels become 28 x 28, unless image_size"
+        "images of 5 x 5, 5 x 6 pixels become 28 x 28: image_size"
         in load_federation(sizes, DataSpec()).notices[-1]
     )
     assert not any("28 x 28" in said for said in load_federation(sizes, DataSpec(image_size=8)).notices)
@@ -201,7 +201,7 @@ def test_arrays_and_files_that_are_not_read_are_named(tmp_path):
     data = read(tmp_path)
     assert data.names == ("a", "b")
     files, arrays, _ = data.notices
-    assert files.startswith(f"{tmp_path}: files that are not read: c.npz.gz, d.npy: name them client.npz")
+    assert files.startswith(f"{tmp_path}: files that are not read: c.npz.gz, d.npy: see the layouts of")
     assert "a.npz: arrays that are not read: x_holdout, ids; the data are x_train, y_train, x_test, y_test" in arrays
 
 

@@ -118,7 +118,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *scan.notices,
             *loaded.notices,
             *_name_categories(loaded.columns),
-            *odd,
+            *(odd if reading.schema is None else ()),
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),
