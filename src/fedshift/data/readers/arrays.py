@@ -33,6 +33,7 @@ from ..array_notices import describe_arrays, describe_labels
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
+from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
 from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, choose_clients
 from ..schema import Schema
@@ -122,7 +123,7 @@ def _scan_files(source: Path, reading: ReadOptions) -> Scan:
     if source in found.values() and reading.schema is None:
         raise UsageError(f"{source} is one client: give a directory with a file or folder for each client")
     parts, notices = list[Part](), _name_unread(source, found)
-    names = choose_clients(found, reading)
+    names = choose_clients(sort_names(found), reading)
     for done, name in enumerate(names, 1):
         with _open(found[name], reading.groups) as arrays:
             splits = _split_arrays(str(found[name]), arrays, reading.groups, notices)
@@ -356,7 +357,7 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
                     group=groups[rows] if len(groups) else UNGROUPED, inputs=inputs,
                 )
             )  # fmt: skip
-    chosen = choose_clients(sorted({part.client for part in parts}), reading)
+    chosen = choose_clients(sort_names({part.client for part in parts}), reading)
     ordered = tuple(part for client in chosen for part in parts if part.client == client)
     return Scan(name=NAME, parts=ordered, task=reading.task)
 
