@@ -192,8 +192,8 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
 
 VOLTAGES = {
     b"uV": 1e-3, b"\xb5V": 1e-3, "\u00b5V".encode(): 1e-3, "\u03bcV".encode(): 1e-3, b"\xe6V": 1e-3, b"microV": 1e-3,
-    b"UV": 1e-3, b"?V": 1e-3, b"uVolt": 1e-3, b"mcV": 1e-3, b"mV": 1, b"millivol": 1, b"microvol": 1e-3, b"V": 1e3, b"nV": 1e-6,
-    b"mmHg": None, b"\xb0C": None,
+    b"UV": 1e-3, b"?V": 1e-3, b"uVolt": 1e-3, b"mcV": 1e-3, b"mV": 1, b"millivol": 1, b"microvol": 1e-3,
+    b"V": 1e3, b"nV": 1e-6, b"mmHg": None, b"\xb0C": None,
 }  # fmt: skip
 """Spellings of units in files, and the millivolts of those that are voltages."""
 
