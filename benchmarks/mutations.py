@@ -307,11 +307,11 @@ JUDGMENTS = (
           "tests/data/test_far_values.py"),
     Fault("far-values-judged-after-scaling", "data/files/table_schema.py", "prepare_rows",
           "find_outlying(x[:, features.start])", "find_outlying(x[:, features.start] * 0)",
-          "tests/diagnosis/test_quality.py"),
+          "tests/data/checks/test_quality.py"),
     Fault("codes-for-missing-values-are-numbers", "data/files/table_schema.py", "ColumnContents.update",
           "codes.setdefault(word, f", "codes.get(word, f", "tests/data/files/test_tables.py"),
-    Fault("names-that-occur-once-are-leaks", "diagnosis/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
-          "tests/diagnosis/test_quality.py"),
+    Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
+          "tests/data/checks/test_quality.py"),
 )  # fmt: skip
 
 FLOWER = (
@@ -325,7 +325,7 @@ FLOWER = (
     Fault("site-sends-unchecked", "flower/site/trial.py", "SiteTrial.train",
           "check_upload(plan, update.shared, update.memory)", "pass", "tests/flower/test_site.py"),
     Fault("counts-may-be-impossible", "flower/coordinator/answers.py", "RowReader._check",
-          " or not self.task.may_have(counts)", "", "tests/flower/test_faults.py"),
+          " or not self.task.plausible(counts)", "", "tests/flower/test_faults.py"),
     Fault("site-says-its-own-weight", "flower/coordinator/remote_engine.py", "RemoteEngine._read_upload",
           "(report.weight, report.steps) != (used, len(steps))", "report.steps != len(steps)",
           "tests/flower/test_faults.py"),

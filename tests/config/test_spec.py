@@ -119,6 +119,7 @@ def test_the_settings_of_a_resumed_run_are_those_it_was_begun_with(resolved, tmp
         ("resume = 'there'", "unknown setting 'resume'"),
         ("spec = 1", "unknown setting 'spec'"),
         ("lr = \n", "is not valid TOML: Invalid value (at line 1, column 6). Write lines such as"),
+        ('root = "C:\\users"', 'lr = 0.01 or model = "name"; in quotes, write / for each \\'),
         ("lr = 1\nlr = 2", "is not valid TOML: Cannot overwrite a value"),
         ("batch_size = 1\nbatch-size = 2", "has 'batch_size' twice, with a dash and with an underscore: write it once"),
         ("methods = ['fedavg']", "has 'methods': use it with `fedshift compare`"),
@@ -142,10 +143,21 @@ def test_a_wrong_settings_file_is_one_message(resolved, tmp_path, text, said):
     assert said in outcome.err
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16", "utf-32"])
+def test_a_settings_file_as_windows_saves_it(resolved, tmp_path, encoding):
+    file = tmp_path / "settings.toml"
+    file.write_bytes("lr = 0.5\r\nrounds = 3\r\n".encode(encoding))
+    assert resolved("run", "--config", file)[0] == RunSpec(lr=0.5, rounds=3)
+
+
 def test_a_settings_file_that_is_no_text_is_refused(resolved, tmp_path):
     file = tmp_path / "settings.toml"
-    file.write_bytes(b"\xff\xfe\x00")
-    assert "is not valid TOML: 'utf-8' codec can't decode" in resolved("run", "--config", file).err
+    for content, told in (
+        (b"\xff\xfe\x00", "line 1, is not in UTF-16"),
+        (b"lr = 1\n# \xe9", "line 2, is not in UTF-8"),
+    ):
+        file.write_bytes(content)
+        assert told in resolved("run", "--config", file).err
     assert "no settings file at" in resolved("run", "--config", tmp_path).err
     assert "no settings file at gone.toml: give the path" in resolved("run", "--config", "gone.toml").err
     assert "no run to resume at gone/config.toml" in resolved("run", "--resume", "gone").err

@@ -8,9 +8,10 @@ import pytest
 import torch
 
 from fedshift.data.assembly import federation
+from fedshift.data.decoding import Decoding
 from fedshift.data.digits import digits
 from fedshift.data.far_values import FarValues, judge_newcomers, measure_training, warn_far
-from fedshift.data.preparation import Decoding, Preparation
+from fedshift.data.preparation import Preparation
 from fedshift.data.usual_values import UsualValues
 
 

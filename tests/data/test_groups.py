@@ -13,11 +13,11 @@ from rich.console import Console
 from torch.utils.data import Dataset, Subset
 
 from fedshift.config.spec import DataSpec
+from fedshift.data.checks.quality import examine
 from fedshift.data.groups import find_groups
 from fedshift.data.partition import _cut_groups
 from fedshift.data.sources import apply_splits, load_source, write_assignment
 from fedshift.diagnosis.overview import describe, summarize_sizes
-from fedshift.diagnosis.quality import examine
 from fedshift.utils.errors import UsageError
 
 READING = {"client_column": "site", "target": "ill", "groups": "patient", "scaling": "none"}

@@ -239,7 +239,7 @@ class Broken(Labeled):
     ("row", "said"),
     [
         (5, "client 'ann', train data: sample 5 of Broken cannot be read: OSError: cut short"),
-        (6, r"client 'ann', train data: sample 6 has shape \(7, 8, 3\) and the first \(8, 8, 3\)"),
+        (6, r"client 'ann', train data: sample 6 has shape \(7, 8, 3\) of uint8 and the first \(8, 8, 3\) of"),
         (7, "client 'ann', train data: sample 7 came with another target than before"),
     ],
 )

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation, read_folder
+from fedshift.data.checks.quality import check_data, examine
 from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import diagnose
-from fedshift.diagnosis.quality import check_data, examine
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
@@ -129,7 +129,7 @@ def test_a_map_with_changes_in_memory_alone_is_copied(tmp_path):
 
 
 def test_rows_and_columns_are_read_from_mapped_tables_of_numbers(tmp_path):
-    for dtype, kept in ((np.float64, torch.float64), (np.float32, torch.float32), (np.int32, torch.float32)):
+    for dtype, kept in ((np.float64, torch.float64), (np.float32, torch.float32), (np.int32, torch.float64)):
         x = np.arange(40).reshape(10, 4).astype(dtype)
         np.save(tmp_path / "x.npy", x)
         split = to_samples(np.load(tmp_path / "x.npy", mmap_mode="r"), np.arange(10) % 2)
@@ -140,7 +140,7 @@ def test_rows_and_columns_are_read_from_mapped_tables_of_numbers(tmp_path):
 def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
     folder = save(tmp_path / "tiny", tiny)
     (folder / "bob" / "test" / "y.npy").unlink()
-    with pytest.raises(UsageError, match=r"bob/test/y\.npy is missing"):
+    with pytest.raises(UsageError, match=r"bob has no array 'y_test', or file test/y\.npy"):
         read_folder(folder)
     assert read_folder(folder, ["cid", "ann"]).names == ("cid", "ann")
     with pytest.raises(UsageError, match="unknown client 'an'"):
@@ -149,6 +149,7 @@ def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
     file.write_bytes(file.read_bytes()[:-10])
     with pytest.raises(UsageError, match=r"bob/train/x\.npy cannot be mapped .*: write it again with numpy\.save"):
         read_folder(folder)
+    np.save(folder / "bob" / "test" / "y.npy", np.zeros(12, int))
     np.save(file, np.full((17, 8, 8), 300))
     with pytest.raises(UsageError, match=r"bob, train data: integer pixels from 300 to 300"):
         read_folder(folder)

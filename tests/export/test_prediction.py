@@ -11,9 +11,10 @@ from PIL import Image
 
 import fedshift
 from fedshift.data.columns import Column
+from fedshift.data.decoding import Decoding
 from fedshift.data.decoding.volumes import decode_mask
 from fedshift.data.far_values import FarValues
-from fedshift.data.preparation import Decoding, FeatureScaling, Preparation
+from fedshift.data.preparation import FeatureScaling, Preparation
 from fedshift.export.loading import ExportedModel
 from fedshift.export.prediction import predict_files
 from fedshift.results.cases import read_cases
@@ -105,7 +106,8 @@ def test_the_table_compares_each_mask_with_the_true_one(tmp_path):
     assert table.loc["b.nii", ["dice bright", "hd95 mm bright", "assd mm bright"]].tolist() == [1, 0, 0]
     assert table.loc["a.nii", "hd95 mm bright"] > 0
     assert table.status.to_list() == [
-        "predicted", "predicted", "has 60 voxels that are NaN or infinite: give an image that can be read",
+        "predicted", "predicted", "has 60 voxels that are NaN or infinite: give a file that the "
+        "model takes, float32 [N, 1, 3, 4, 5], numbers as the run read them",
         "is no NIfTI file, or is cut short",
     ]  # fmt: skip
     assert {file.name for file in (tmp_path / "out").glob("*.nii.gz")} == {"a.nii.gz", "b.nii.gz"}

@@ -17,6 +17,7 @@ from typing import Any, TypeVar, get_args, get_type_hints
 from pydantic import TypeAdapter, ValidationError
 
 from ..utils.errors import FedshiftError, Ref, UsageError, unknown_name
+from ..utils.files import read_text
 from .seeds import write_seeds
 from .settings_file import FILE, WRITTEN
 from .spec import OF_ONE, PYTHON
@@ -33,11 +34,13 @@ def find_settings(config: Path | None, resume: Path | None) -> Path:
 
 def read_settings(path: Path, allowed: Sequence[str]) -> dict[str, Any]:
     """Return the settings in a TOML file by their Python names, with lists in the form of the flags."""
+    text = read_text(path)
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = tomllib.loads(text)
     except ValueError as error:
+        paths = "; in quotes, write / for each \\, or use single quotes" if "\\" in text else ""
         raise UsageError(
-            f'{path} is not valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"'
+            f'{path} is not valid TOML: {error}. Write lines such as lr = 0.01 or model = "name"{paths}'
         ) from error
     values.pop(WRITTEN, None)
     return select_settings(values, path, allowed)

@@ -13,12 +13,14 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
-from torch.utils.data import Dataset, Subset
+from PIL import Image
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
 from .groups import MARK, find_groups
-from .inputs import arrange, refuse_several
+from .inputs import arrange, refuse_several, to_numbers
 
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
 """Usual names of the input and label columns of a HuggingFace dataset."""
@@ -73,83 +75,98 @@ def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[s
     """
     if isinstance(part, tuple | list) and len(part) == 2:
         return part[0], part[1]
-    return _read_samples(part, where, item_reader(part, where, target, skip))
+    split, inputs, labels = item_reader(part, where, target, skip), list[Any](), list[Any]()
+    for number in range(len(part)):
+        x, y = read_item(part, number, where, split)
+        inputs.append(x)
+        labels.append(y)
+        require_shape(x, inputs[0], number, where)
+        require_shape(y, labels[0], number, f"{where}, labels")
+    if isinstance(inputs[0], Mapping):
+        return {name: np.stack([x[name] for x in inputs]) for name in inputs[0]}, np.stack(labels)
+    return np.stack(inputs), np.stack(labels)
 
 
 def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> Item:
     """Return a function that splits an item into input and target; arguments and errors as in :func:`read_part`."""
-    if not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
+    if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
         kind = "datasets.Dataset" if is_hub_dataset(data) else "torch.utils.data.Dataset"
         raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style {kind}")
     if not len(data):
         raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
     if is_hub_dataset(data):
-        inputs, label = find_columns(data, where, target, skip)
+        inputs, label = _find_columns(data, where, target, skip)
         return lambda row: ({name: row[name] for name in inputs}, row[label])
-    return _require_pair
+    return _split_pair
 
 
 def find_targets(given: LazyDataset, where: str, target: str | None = None) -> NDArray[Any] | None:
     """Return the targets of all items, or None if only the items themselves have them."""
-    data = given.dataset
-    if given.targets is not None:
-        found: Any = given.targets
-    elif is_hub_dataset(data):
-        found = data[find_columns(data, where, target, ())[1]]
-    else:
-        found = _list_targets(data)
+    data, found = given.dataset, given.targets
+    if found is None and is_hub_dataset(data):
+        found = data[_find_columns(data, where, target, ())[1]]
+    elif found is None:
+        found = _take_items(data, _list_targets)
     if found is None:
         return None
-    targets = np.asarray(found)
+    targets = to_numbers(found, f"{where}, targets")
     if targets.ndim < 1 or len(targets) != len(data):
         raise UsageError(f"{where}: targets of shape {targets.shape} for {len(data)} items; give one for each")
     return targets
 
 
-def _list_targets(data: Any) -> NDArray[Any] | None:
-    """Return the ``targets`` of a torchvision dataset or of a subset of one."""
+def _take_items(data: Any, read: Callable[[Any], Any]) -> Any:
+    """Return what ``read`` returns for the items of a dataset, of a subset for its own; None if it returns None."""
+    if isinstance(data, LazyDataset):
+        return _take_items(data.dataset, read)
     if isinstance(data, Subset):
-        whole = _list_targets(data.dataset)
-        return None if whole is None else whole[np.asarray(data.indices)]
-    if getattr(data, "target_transform", None) is not None or not hasattr(data, "targets"):
-        return None
-    return np.asarray(data.targets)
+        whole = _take_items(data.dataset, read)
+        return None if whole is None else np.asarray(whole)[np.asarray(data.indices)]
+    return read(data)
+
+
+def _list_targets(data: Any) -> Any:
+    """Return the ``targets`` of a dataset such as torchvision's, unless its transform changes them."""
+    return getattr(data, "targets", None) if getattr(data, "target_transform", None) is None else None
 
 
 def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.str_]:
-    """Return the group of each item of a torch dataset; empty if there are none.
+    """Return the group of each item of a dataset; empty if there are none.
 
     Args:
         data: a dataset, or a subset or :class:`LazyDataset` of one.
-        groups: attribute of the dataset with one value for each item; or, for datasets of files such as torchvision's
-            ``ImageFolder``, as :func:`~fedshift.data.groups.find_groups` takes it.
+        groups: column of a HuggingFace dataset, or attribute of a torch dataset, with one value for each item; or, for
+            datasets of files such as torchvision's ``ImageFolder``, as :func:`~fedshift.data.groups.find_groups` takes
+            it.
         where: beginning of error messages.
 
     Raises:
-        UsageError: the dataset has no such attribute and lists no files, or lengths differ.
+        UsageError: the dataset has no such column or attribute and lists no files, or lengths differ.
 
     """
-    if isinstance(data, LazyDataset):
-        return find_item_groups(data.dataset, groups, where)
-    if isinstance(data, Subset):
-        whole = find_item_groups(data.dataset, groups, where)
-        return whole[np.asarray(data.indices)] if len(whole) else whole
-    files = _name_files(data)
-    found = getattr(data, groups, None) if groups else None
-    if found is None and files and (groups is None or MARK in groups or groups.endswith(".csv")):
-        root = getattr(data, "root", "")
-        return find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
-    if groups is None:
-        return np.array([], np.str_)
-    if found is None:
-        raise UsageError(
-            f"{{}}: {where}: {type(data).__name__} has no attribute {groups!r}: give it the group of each item",
-            Ref(groups=groups),
-        )
-    values = np.asarray(found)
-    if values.shape != (len(data),):
-        raise UsageError(f"{where}: {groups} of shape {values.shape} for {len(data)} items: give each one group")
-    return values.astype(np.str_)
+
+    def list_groups(whole: Any) -> Any:
+        files = _name_files(whole)
+        hub = groups is not None and is_hub_dataset(whole) and groups in whole.column_names
+        found = whole[groups] if hub else getattr(whole, groups, None) if groups else None
+        if found is None and files and (groups is None or MARK in groups or groups.endswith(".csv")):
+            root = getattr(whole, "root", "")
+            found = find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
+            return found if len(found) else None
+        if found is None and groups is not None:
+            raise UsageError(
+                f"{{}}: {where}: {type(whole).__name__} has no attribute or column {groups!r}: give it the group of "
+                "each item",
+                Ref(groups=groups),
+            )
+        if found is not None and np.shape(found) != (len(whole),):
+            raise UsageError(
+                f"{where}: {groups} of shape {np.shape(found)} for {len(whole)} items: give each one group"
+            )
+        return found
+
+    found = _take_items(data, list_groups)
+    return np.array([] if found is None else found).astype(np.str_)
 
 
 def list_files(data: Any) -> list[str]:
@@ -157,10 +174,8 @@ def list_files(data: Any) -> list[str]:
 
     Empty if it is neither such a dataset nor a subset of one.
     """
-    if isinstance(data, Subset):
-        whole = list_files(data.dataset)
-        return [whole[index] for index in data.indices] if whole else []
-    return _name_files(data) if hasattr(data, "loader") else []
+    found = _take_items(data, lambda whole: _name_files(whole) or None if hasattr(whole, "loader") else None)
+    return [] if found is None else list(map(str, found))
 
 
 def _name_files(data: Any) -> list[str]:
@@ -170,7 +185,7 @@ def _name_files(data: Any) -> list[str]:
     return files if len(files) == len(data) else []
 
 
-def find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[list[str], str]:
+def _find_columns(data: Any, where: str, target: str | None, skip: Sequence[str]) -> tuple[list[str], str]:
     """Return the names of the input columns, all that hold images or arrays, and of the label column of HuggingFace."""
     names, label = [name for name in data.column_names if name not in skip], _find_label(data, target, skip)
     if label not in names:
@@ -219,7 +234,7 @@ def holds_arrays(data: Any, column: str) -> bool:
     return type(data.features[column]).__name__ not in ("Value", "ClassLabel")
 
 
-def _require_pair(sample: Any) -> tuple[Any, Any]:
+def _split_pair(sample: Any) -> tuple[Any, Any]:
     """Return input and target; of a dictionary, all other entries of numbers are inputs, and texts are none."""
     if isinstance(sample, Mapping):
         usual, label = (next((name for name in names if name in sample), None) for names in (INPUTS, LABELS))
@@ -234,7 +249,7 @@ def _require_pair(sample: Any) -> tuple[Any, Any]:
 
 def _holds_numbers(x: Any) -> bool:
     """Return whether a value is a picture, a number or an array of numbers, rather than a file's name, for example."""
-    if isinstance(getattr(x, "mode", None), str):
+    if isinstance(x, Image.Image | Tensor):
         return True
     return not isinstance(x, str | Mapping) and x is not None and np.asarray(x).dtype.kind in "uifb"
 
@@ -252,38 +267,41 @@ def read_item(data: Any, number: int, where: str, split: Item) -> tuple[Any, NDA
         raise UsageError(
             f"{where}: sample {number} of {type(data).__name__} cannot be read: {describe_error(error)}"
         ) from error
+    where = f"{where}: sample {number}"
+    target = to_numbers(y, f"{where}, label")
     if isinstance(x, Mapping) and len(x) > 1:
-        return {name: _to_array(each) for name, each in x.items()}, np.asarray(y)
+        return {name: to_numbers(_to_pixels(each), where) for name, each in x.items()}, target
     x = arrange(x, ())
-    refuse_several(x, f"{where}: sample {number}")
-    return _to_array(x), np.asarray(y)
+    refuse_several(x, where)
+    return to_numbers(_to_pixels(x), where), target
 
 
-def _to_array(x: Any) -> NDArray[Any]:
-    mode = getattr(x, "mode", None)  # set for pictures; palette indices, for example, are not colors
-    return np.asarray(x.convert("RGB") if isinstance(mode, str) and mode not in ("L", "RGB") else x)
-
-
-def _read_samples(data: Any, where: str, split: Item) -> tuple[Any, np.ndarray]:
-    inputs, labels = [], []
-    for number in range(len(data)):
-        x, y = read_item(data, number, where, split)
-        inputs.append(x)
-        labels.append(y)
-        require_shape(x, inputs[0], number, where)
-    if isinstance(inputs[0], Mapping):
-        return {name: np.stack([x[name] for x in inputs]) for name in inputs[0]}, np.stack(labels)
-    return np.stack(inputs), np.stack(labels)
+def _to_pixels(x: Any) -> Any:
+    """Return gray values or colors of a picture, whatever its mode, composited over white; else ``x`` itself."""
+    if not isinstance(x, Image.Image) or x.mode in ("L", "RGB", "F") or x.mode.startswith("I"):
+        return x
+    if "transparency" in x.info or x.mode in ("LA", "La", "PA", "RGBA", "RGBa"):
+        over = x.convert("RGBA")
+        x = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
+    return x.convert("RGB")  # palette indices, for example, are not colors
 
 
 def require_shape(x: Any, first: Any, number: int, where: str) -> None:
-    """Raise :class:`UsageError` unless the item with this ``number`` has the inputs and shapes of the ``first``."""
+    """Raise :class:`UsageError` unless the item with this ``number`` has the inputs and shapes of the ``first``.
+
+    Pixels, 8-bit integers and Booleans, must be so in both.
+    """
     found, known = (
-        {name: each.shape for name, each in one.items()} if isinstance(one, Mapping) else one.shape
+        {name: _describe(each) for name, each in one.items()} if isinstance(one, Mapping) else _describe(one)
         for one in (x, first)
     )
     if found != known:
         raise UsageError(
-            f"{where}: sample {number} has shape {found} and the first {known}: bring all to one shape (a transform of "
-            "the dataset; pad texts to one length)"
+            f"{where}: sample {number} has shape {found} and the first {known}: bring all to one shape and type (a "
+            "transform of the dataset; pad texts to one length)"
         )
+
+
+def _describe(x: NDArray[Any]) -> Any:
+    """Return the shape of an array, with its type if values mean pixels."""
+    return f"{x.shape} of {x.dtype}" if x.ndim > 1 and x.dtype in (np.uint8, np.bool_) else x.shape

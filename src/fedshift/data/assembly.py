@@ -19,15 +19,18 @@ from torch import Tensor
 
 from ..config.given_settings import make_settings
 from ..config.spec import DataSpec
-from ..tasks.classification import CLASSIFICATION
+from ..tasks.classification import CLASSIFICATION, Classification
 from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
+from .columns import Column
+from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
+from .identity import clean_name, describe_alike, group_alike, merge_names, show_alike
 from .inputs import require_layout
-from .preparation import ARRAY, HALF, Scaling
+from .preparation import HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
 from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides, assign_splits
@@ -35,10 +38,6 @@ from .stores import LazyStore
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
-SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
-"""Notice of floats that are not images, although they have as many axes as gray images."""
-IMAGES = "samples of shape {} x {} are gray images; give signals of {} channels as [N, {}, {}]"
-"""Notice of floats that are gray images, and might be signals whose channels are the last axis."""
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -79,6 +78,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     training or testing, a group is on two sides, or samples cannot be loaded.
     """
     task = scan.task or (Segmentation() if scan.parts and scan.parts[0].y.dtype == torch.uint8 else CLASSIFICATION)
+    scan = _merge_classes(_merge_groups(_name_clients(scan)), task, reading)
     _refuse_fraction(scan, reading)
     for part in scan.parts[1:]:
         require_layout(part.inputs, scan.parts[0].inputs, part.where, scan.parts[0].where)
@@ -101,9 +101,10 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         for name, splits in clients.items()
     )
     samples = sum(len(split) for splits in clients.values() for split in splits.values())
+    odd: tuple[str, ...] = ()
     if reading.classes is None and not scan.checked:
         trained = (part for part, side in zip(scan.parts, sides, strict=True) if (side == SPLITS.index("train")).any())
-        task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
+        odd = task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
     classes = scan.classes or reading.classes
     classes = classes or task.count_outputs(splits["train"].y for splits in clients.values())
     whole = Federation(
@@ -116,6 +117,8 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
+            *_name_categories(loaded.columns),
+            *(odd if reading.schema is None else ()),
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),
@@ -127,6 +130,57 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         return whole
     extents = {id(store): each for store, each in zip(loaded.stores, loaded.extents, strict=False)}
     return whole.cut_patches(reading.patch_size, extents=extents, fixed=reading.image_size is not None)
+
+
+def _name_clients(scan: Scan) -> Scan:
+    """Return ``scan`` with notices of clients with alike names; raise :class:`UsageError` if they look the same."""
+    names = dict.fromkeys(part.client for part in scan.parts)
+    for same in group_alike(names, clean_name):
+        raise UsageError(f"clients {show_alike(same)} have names that look the same: join them, or rename one")
+    _, notices = merge_names({"": names}, "clients")
+    return replace(scan, notices=(*scan.notices, *notices))
+
+
+def _merge_groups(scan: Scan) -> Scan:
+    """Return ``scan`` with one name for all spellings of a client's group."""
+    held: dict[str, list[str]] = {}
+    for part in scan.parts:
+        held.setdefault(part.client, []).extend(set(part.group.tolist()))
+    merged = {client: merge_names({"": names}, "groups", together=True) for client, names in held.items()}
+    parts, told = [], [f"client {client!r}: {notice}" for client, (_, notices) in merged.items() for notice in notices]
+    for part in scan.parts:
+        names, place_N = np.unique(part.group, return_inverse=True)
+        stands = np.array([merged[part.client][0][name] for name in names.tolist()], np.str_)
+        parts.append(replace(part, group=stands[place_N]))
+    return replace(scan, parts=tuple(parts), notices=(*scan.notices, *told))
+
+
+def _name_categories(columns: Iterable[Column]) -> list[str]:
+    """Return notices of categories with alike names, which are different features."""
+    alike = {each.name: each.categories for each in columns if each.categories and group_alike(each.categories)}
+    return [f"{describe_alike(f'categories of {name!r}', texts)}; spell them alike" for name, texts in alike.items()]
+
+
+def _merge_classes(scan: Scan, task: Task, reading: ReadOptions) -> Scan:
+    """Return ``scan`` with one label for all spellings of a class."""
+    names = scan.class_names
+    outside = any(((part.y < 0) | (part.y >= len(names))).any() for part in scan.parts)  # which a check refuses
+    if not isinstance(task, Classification) or not group_alike(names) or outside:
+        return scan
+    held: dict[str, set[str]] = {name: {name} for name in names}  # also of clients that are not read
+    for number, client in enumerate({part.client: None for part in scan.parts}):
+        labels = set(torch.cat([part.y for part in scan.parts if part.client == client]).tolist())
+        held[f"client {number}"] = {names[label] for label in labels}
+    stands, notices = merge_names(held, "classes")
+    kept = tuple(name for name in names if stands[name] == name)
+    label = torch.tensor([kept.index(stands[name]) for name in names])
+    return replace(
+        scan,
+        parts=tuple(replace(part, y=label[part.y]) for part in scan.parts),
+        classes=reading.classes or (scan.classes and scan.classes - len(names) + len(kept)),
+        class_names=kept,
+        notices=(*scan.notices, *notices),
+    )
 
 
 def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
@@ -214,19 +268,13 @@ def _require_both(
 
 
 def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
-    """Return notices about samples that are read on demand, and those that might be meant otherwise."""
+    """Return notices about samples that are read on demand."""
     splits = {f"client {c.name!r}, {split} data": part for c in clients for split, part in c.splits.items()}
     where = [name for name, split in splits.items() if not split.repeats]
     lazy = any(split.lazy for split in splits.values())
-    first = next(iter(splits.values()))
-    shape, floats = first.shape, first.dtype.is_floating_point and clients[0].decoding == ARRAY
-    turned = floats and len(shape) == 3 and shape[0] == 1 and shape[1] >= 2 * shape[2]
-    doubtful = floats and len(shape) == 2 and shape[0] > 1
     return [
         *([LAZY] if lazy else []),
         *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else []),
-        *([SIGNALS.format(*shape, shape[0])] if doubtful else []),
-        *([IMAGES.format(*shape[1:], shape[2], *shape[:0:-1])] if turned else []),
     ]
 
 

@@ -7,7 +7,9 @@ numbers of groups, never names.
 
 from __future__ import annotations
 
+import csv
 import re
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,11 +19,14 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..utils.errors import Ref, UsageError
-from .formats import read_csv
+from ..utils.files import read_text
+from .identity import clean_name, find_identity
 
 MARK = "{group}"
 """Placeholder of the group in a pattern."""
-SUBJECT = re.compile(r"(?:^|[/_])(sub-[A-Za-z0-9]+)(?=[/_.]|$)")
+TABLES = (".csv", ".tsv", ".txt")
+"""Suffixes of tables of files and groups."""
+SUBJECT = re.compile(r"(?:^|[/_])(sub-[A-Za-z0-9]+)(?=[/_.]|$)", re.IGNORECASE)
 """A subject in the name or path of a file."""
 
 
@@ -32,19 +37,15 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
 
     Otherwise ``groups`` is a pattern such as ``{group}_*.png``, in which ``*`` matches anything: for the file's name
     or, if it contains ``/``, for its path. Or it is a ``.csv`` file with columns ``file`` (a path or a name) and
-    ``group``. Raises :class:`UsageError` naming a file without a group.
+    ``group``, separated by commas, semicolons, tabs or bars. Raises :class:`UsageError` naming a file without a group.
     """
     if groups is None:
         subjects = [match[1] for match in map(SUBJECT.search, files) if match]
         return np.array(subjects if len(subjects) == len(files) else [], np.str_)
-    if groups.lower().endswith(".csv"):
-        rows = read_csv(Path(groups), "a table of files and groups", dict)
-        if rows and not {"file", "group"} <= rows[0].keys():
-            raise UsageError(f"{groups} has columns {', '.join(rows[0])}: give it the columns file and group")
-        named = {row["file"]: row["group"] for row in rows}
-        found = [named.get(file) or named.get(Path(file).name, "") for file in files]
-        compared, why = list(files), f"of its {len(rows)} rows, none has it as file, with a group"
-        why += f" (the first has {rows[0]['file']!r})" if rows else ""
+    if groups.lower().endswith(TABLES):
+        found, count, first = _look_up(Path(groups), files)
+        compared, why = list(files), f"of its {count} rows, none has it as file, with a group"
+        why += f" (the first has {first!r})" if count else ""
     elif groups.count(MARK) == 1:
         compared = [file if "/" in groups else Path(file).name for file in files]
         pattern = _compile(groups)
@@ -66,6 +67,41 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
             Ref(groups=groups),
         )
     return np.array(found)
+
+
+def _look_up(table: Path, files: Sequence[str]) -> tuple[list[str], int, str]:
+    """Return the group of each file in ``table``, empty if it has none, the number of rows, and the first file."""
+    rows = _read_rows(table)
+    plain = {file: clean_name(file) for file in files}
+    folded = Counter(name.casefold() for name in plain.values())
+    named: dict[str, str] = {}
+    for file, group in rows:
+        name = clean_name(file.replace("\\", "/")).removeprefix("./")
+        for key in {name, name.casefold()}:
+            if named.setdefault(key, group) != group and key == name:
+                raise UsageError(f"{table} gives {file!r} the groups {named[key]!r} and {group!r}: give it one")
+    found = []
+    for name in plain.values():
+        keys = (name, *[name.casefold()] * (folded[name.casefold()] == 1))
+        groups = (named.get(key) or named.get(key.rpartition("/")[2], "") for key in keys)
+        found.append(next(filter(None, groups), ""))
+    return found, len(rows), rows[0][0] if rows else ""
+
+
+def _read_rows(table: Path) -> list[tuple[str, str]]:
+    """Return the file and group of each row, however a spreadsheet separates them and spells their names."""
+    lines = read_text(table).splitlines()
+    if lines and lines[0].strip().strip('"').lower().startswith("sep="):
+        lines = lines[1:]
+    header = next(filter(str.strip, lines), "")
+    separator = max(",;\t|", key=header.count)
+    reader = csv.reader(filter(str.strip, lines), delimiter=separator, skipinitialspace=True)
+    columns = [find_identity(name) for name in next(reader, [])]
+    if not {"file", "group"} <= set(columns):
+        raise UsageError(f"{table} has columns {', '.join(columns)}: give it the columns file and group")
+    places = [columns.index(name) for name in ("file", "group")]
+    rows = ([clean_name(cell) for cell in row] + [""] * len(columns) for row in reader)
+    return [(row[places[0]], re.sub(r'^="(.*)"$', r"\1", row[places[1]])) for row in rows]
 
 
 def _compile(pattern: str) -> re.Pattern[str]:

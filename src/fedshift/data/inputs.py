@@ -37,20 +37,49 @@ def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
     )
 
 
+def to_numbers(x: Any, where: str) -> Array:
+    """Return an array of any library, or lists of numbers, as an array of NumPy.
+
+    Raises :class:`UsageError` for sparse and masked arrays, lists of unequal lengths, and values that are no numbers.
+    """
+    if isinstance(x, Tensor):
+        x = x.detach().cpu()
+        x = x.float() if x.dtype.is_floating_point and x.dtype.itemsize < 4 else x
+    if isinstance(x, np.ma.MaskedArray) and np.ma.is_masked(x):
+        raise UsageError(f"{where}: values are masked: fill them (x.filled(value)), or leave their samples out")
+    try:
+        array = np.asarray(x)
+    except Exception as error:  # libraries raise exceptions of any type
+        raise UsageError(
+            f"{where}: a {type(x).__name__} is no array ({error}): give an array of numbers, samples along its first "
+            "axis (.to_dense() of sparse ones; sequences padded to one length)"
+        ) from error
+    if hasattr(x, "toarray") and array.ndim == 0:
+        raise UsageError(f"{where}: a sparse {type(x).__name__}: give an array of all numbers, x.toarray()")
+    if array.dtype.kind not in "uifb":
+        shown = ", ".join(f"{value!r:.40}" for value in array.reshape(-1)[:3].tolist())
+        raise UsageError(
+            f"{where}: {array.dtype} ({shown}) where numbers are expected: give integers, floats or Booleans "
+            "(x.astype(float)); labels as classes 0, 1, ..., numbered alike at all clients"
+        )
+    return array
+
+
 def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
     """Return samples ``[N, ...]`` as a tensor, channels first; without ``copy``, it may share memory with ``x``.
 
     For shapes and types see :func:`fedshift.data.samples.to_samples`; raises :class:`UsageError` for others.
     """
     convert = np.array if copy else np.asarray
-    if x.ndim == 2:
-        kept = x.dtype if x.dtype in (np.int64, np.float64) else np.dtype(np.float32)
-        return torch.from_numpy(convert(x, dtype=kept, order="C"))
+    if x.ndim == 2 and x.dtype.kind == "i" and x.dtype.itemsize == 8:
+        return torch.from_numpy(convert(x, dtype=np.int64, order="C"))
     x = channels_first(x, where)
+    if x.ndim == 2 or x.dtype.kind == "f":
+        require_held(x, where)
+        kept = np.promote_types(x.dtype, np.float32)  # float64 if it has more than seven digits
+        return torch.from_numpy(convert(x, dtype=min(kept, np.dtype(np.float64)), order="C"))
     if x.dtype.kind == "b":
         return torch.from_numpy(np.where(x, np.uint8(255), np.uint8(0)))  # black and white, as in image files
-    if x.dtype.kind == "f":
-        return torch.from_numpy(convert(x, dtype=x.dtype if x.dtype == np.float64 else np.float32, order="C"))
     if x.dtype != np.uint8 and x.size and (x.min() < 0 or x.max() > 255):
         raise UsageError(
             f"{where}: integer pixels from {x.min()} to {x.max()}; they must lie in 0..255: scale them, or give floats"
@@ -58,16 +87,38 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
     return torch.from_numpy(convert(x, dtype=np.uint8, order="C"))
 
 
+def require_held(x: Array, where: str) -> None:
+    """Raise :class:`UsageError` for numbers of ``x [N, ...]`` beyond the floats of 32 bits that networks compute with.
+
+    Integers of 64 bits are no such numbers, unless they are unsigned.
+    """
+    most = float(np.finfo(np.float32).max)
+    if x.dtype.itemsize < 8 or not x.size:
+        return
+    if x.dtype.kind != "f":
+        if x.dtype != np.int64 and x.max() > 2**53:
+            raise UsageError(f"{where}: integers up to {x.max()}, beyond the {2**53} of floats: number them from 0")
+    elif max(np.fmax.reduce(x, axis=None), -np.fmin.reduce(x, axis=None)) > most:
+        beyond = np.argwhere(np.isfinite(x) & (np.abs(x) > most))
+        if len(beyond):  # else infinite, which every check of samples names
+            values = ", ".join(f"{x[tuple(place)]:g}" for place in beyond[:3])
+            raise UsageError(
+                f"{where}: sample {beyond[0][0]}, place {tuple(beyond[0][1:].tolist())}: {len(beyond)} values such as "
+                f"{values} are beyond {most:.2g}, the largest number of networks: divide, or standardize them"
+            )
+
+
 def channels_first(x: Array, where: str) -> Array:
     """Return a view of samples ``[N, ...]`` with channels in the second place; raise :class:`UsageError` if unclear.
 
     Floats ``[N, C, L]`` with L at least 2 C are signals and stay unchanged; other samples of two axes are gray images.
+    Images whose second and last axes may both be channels are taken as ``[N, C, H, W]``, the order of torch.
     """
     if x.ndim == 2 or (x.ndim == 3 and x.dtype.kind == "f" and x.shape[2] >= 2 * x.shape[1]):
         return x
     if x.ndim == 3:
         x = x[:, None]
-    elif x.ndim == 4 and x.shape[3] in (1, 3):
+    elif x.ndim == 4 and x.shape[3] in (1, 3) and x.shape[1] not in (1, 3):
         x = x.transpose(0, 3, 1, 2)
     elif x.ndim > 5 or (x.shape[1] not in (1, 3) and (x.shape[-1] in (1, 3) or x.shape[-1] < min(x.shape[1:-1]))):
         raise UsageError(
@@ -118,12 +169,7 @@ def find_layout(x: Mapping[Any, Any], where: str) -> Inputs:
                 f"{where}: the input {name!r} is mapped from a file, and would be read whole: give numpy.array(...) "
                 "of it, or a LazyDataset of pairs (dictionary of inputs, target)"
             )
-        array = np.asarray(given)
-        if array.ndim < 1 or array.dtype.kind not in "uifb":
-            raise UsageError(
-                f"{where}: the input {name!r} is of type {array.dtype} and shape {array.shape}: give an array of "
-                "numbers with one entry a sample"
-            )
+        array = np.atleast_1d(to_numbers(given, f"{where}, input {name!r}"))
         if len(array) != len(x[first]):
             raise UsageError(
                 f"{where}: {len(array)} samples in the input {name!r}, and {len(x[first])} in {first!r}: give the same "
@@ -148,11 +194,9 @@ def join_inputs(x: Mapping[str, Any], inputs: Inputs, where: str) -> Array:
     """
     x = {each.name: x[each.name] for each in inputs} if {each.name for each in inputs} == set(x) else x
     require_layout(find_layout(x, where), inputs, where, "expected")
-    arrays = [np.asarray(x[each.name]) for each in inputs]
+    arrays = [to_numbers(x[each.name], where) for each in inputs]
     whole = not any(each.is_float for each in inputs)
-    double = any(
-        each.kind == "floats" and array.dtype == np.float64 for each, array in zip(inputs, arrays, strict=True)
-    )
+    double = any(array.dtype.kind == "f" and array.dtype.itemsize > 4 for array in arrays)
     dtype = np.int64 if whole else np.float64 if double else np.float32
     parts = []
     for each, array in zip(inputs, arrays, strict=True):
@@ -163,6 +207,7 @@ def join_inputs(x: Mapping[str, Any], inputs: Inputs, where: str) -> Array:
                 f"{where}: the input {each.name!r} holds integers beyond {most:,}, which {why} cannot hold exactly: "
                 "number them from 0, or divide them and give floats"
             )
+        require_held(array, f"{where}, input {each.name!r}")
         if each.kind == "pixels":
             array = to_tensor(array, where).float().div_(127.5).sub_(1).numpy()
         parts.append(array.reshape(len(array), each.size).astype(dtype))

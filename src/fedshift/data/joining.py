@@ -9,8 +9,10 @@ from torch import Tensor
 
 from ..tasks import Classification
 from ..utils.errors import UsageError
+from ..utils.words import join_some
 from .agreement import name_scales, refuse_other_scales
 from .federation import PLURALS, Federation
+from .identity import match_name
 from .inputs import require_layout
 from .preparation import HALF, Normalization
 from .samples import is_whole, map_store
@@ -85,14 +87,19 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
                 f"{layout.classes} {', '.join(theirs)}: give the same, in the same order"
             )
     elif ours and theirs:
-        for name in ours:
-            if name not in theirs:
+        matched = {name: match_name(name, theirs) for name in ours}
+        for name, match in matched.items():
+            if match is None:
                 raise UsageError(
                     f"{data.name} has a class {name!r}, which is not among the classes of {whose} {', '.join(theirs)}: "
                     "leave it out, or rename it"
                 )
-        number = torch.tensor([theirs.index(name) for name in ours])
+        number = torch.tensor([theirs.index(match) for match in matched.values() if match is not None])
         data = data.map_splits(lambda split: split.with_targets(number[split.y]))
+        respelled = [f"{name!r} is read as {match!r}" for name, match in matched.items() if match != name]
+        if respelled:
+            told = f"{data.name}: classes are spelled as those of {whose.removesuffix(',')}: {join_some(respelled)}"
+            data = replace(data, notices=(*data.notices, told))
     elif data.classes > layout.classes:
         raise UsageError(
             f"{data.name} has labels up to {data.classes - 1}, but the classes of {whose} are {layout.classes}: leave "

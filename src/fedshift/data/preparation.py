@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 import torch
@@ -22,10 +22,9 @@ from torch import Tensor
 from ..nn.several_inputs import Input, Inputs, divide_rows
 from ..utils.errors import UsageError
 from .columns import Column
-from .decoding.images import Kind, Unreadable, convert_image, decode_image, find_kind, read_header
-from .decoding.resizing import resize, resize_volume
-from .decoding.signals import decode_signal, read_signal_header
-from .decoding.volumes import decode_volume
+from .decoding import ARRAY, Decoding, decode
+from .decoding.images import Unreadable
+from .decoding.resizing import resize
 from .inputs import join_inputs
 from .usual_values import SCALE_RATIO, UsualValues
 
@@ -174,50 +173,6 @@ IMAGENET = Normalization(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Decoding:
-    """How a file's values become stored numbers.
-
-    Attributes:
-        kind: ``byte``, 8-bit pixels; ``integer`` and ``real``, gray integers of more bits and gray floats from 0 to 1,
-            stored from -1 to 1; ``volume``, a medical image, turned to the patient's axes and scaled by its own
-            percentiles; ``array``, no files.
-        bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
-        window: Values of a medical image that become -1 and 1, in place of its percentiles.
-        spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
-        leads: Names of the leads of a recording, in the order of the channels.
-        units: Unit of each lead, as in its file; ``mv`` for voltages. Empty: not known.
-        rate: Samples in a second of a recording.
-
-    """
-
-    kind: Literal["array", "byte", "integer", "real", "volume", "signal"] = "array"
-    bits: int = 0
-    window: tuple[float, float] | None = None
-    spacing: tuple[float, ...] = ()
-    leads: tuple[str, ...] = ()
-    units: tuple[str, ...] = ()
-    rate: float = 0.0
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
-        """Return the decoding described by the result of ``asdict``."""
-        window = facts.get("window")
-        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads", "units")}
-        return cls(**{**facts, "window": None if window is None else tuple(window), **several})
-
-    def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
-        """Return gray values ``pixels`` of kind ``integer`` or ``real`` from -1 to 1; values beyond become 1."""
-        top = 2**self.bits - 1 if self.kind == "integer" else 1
-        scaled: NDArray[Any] = np.minimum(pixels / np.float32(top), 1) * 2 - 1
-        return scaled
-
-
-ARRAY = Decoding()
-DEPTHS = {"byte": "8-bit pixels", "integer": "gray of more than 8 bits", "real": "gray as floats"}
-"""Kinds of images in words."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Preparation:
     """What is done to a sample between its source and a network.
 
@@ -342,9 +297,7 @@ class Preparation:
             kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
             facts[kind] = self.scaling.to_json()
         if self.columns:
-            facts["columns"] = [
-                {"name": column.name, "categories": column.categories, "holds": column.holds} for column in self.columns
-            ]
+            facts["columns"] = list(map(asdict, self.columns))
         if self.inputs:
             facts["inputs"] = [asdict(each) for each in self.inputs]
         if self.patched:
@@ -362,10 +315,8 @@ class Preparation:
         elif "pixels" in facts:
             scaling = Normalization.from_json(facts["pixels"])
         columns = tuple(
-            Column(
-                name=c["name"], categories=c["categories"] and tuple(c["categories"]), holds=c.get("holds", "numbers")
-            )
-            for c in facts.get("columns", ())
+            Column(**{**column, "categories": column["categories"] and tuple(column["categories"])})
+            for column in facts.get("columns", ())
         )
         return cls(
             shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding.from_json(facts["decoding"]),
@@ -433,58 +384,17 @@ class Preparation:
         """Return the sample in a file, or a PIL image, read as in the run."""
         if not self.takes_files:
             raise UsageError(f"the model takes {self}: give an array of them, not a file")
-        if self.decoding.kind == "signal":
-            return self._read_signal(Path(str(file)))
         channels, *window = self.shape
         size = self.resized if self.patched else tuple(window)
         try:
-            if self.decoding.kind == "volume":
-                how = self.decoding
-                values = torch.from_numpy(decode_volume(Path(str(file)), window=how.window, spacing=how.spacing))
-                stored = resize_volume(values, size) if size and not how.spacing else values
-            else:
-                stored = torch.from_numpy(self._decode_image(file))
+            source = file if isinstance(file, Image.Image) else Path(file)
+            values, _ = decode(source, self.decoding, channels, size)
         except (Unreadable, FileNotFoundError) as error:
-            raise UsageError(f"{file} {error}: give an image that can be read") from error
+            raise UsageError(f"{file} {error}: give a file that the model takes, {self}") from error
+        stored = torch.from_numpy(np.array(self.decoding.rescale(values), order="C"))
         if stored.shape[0] not in (1, channels) or stored.ndim != len(self.shape) or size not in ((), stored.shape[1:]):
-            raise UsageError(f"{file} holds an image of shape {tuple(stored.shape)}: the model takes {self}")
+            raise UsageError(f"{file} holds values of shape {tuple(stored.shape)}: the model takes {self}")
         return stored.expand(channels, *stored.shape[1:]).contiguous()
-
-    def _read_signal(self, file: Path) -> Tensor:
-        try:
-            header, values = read_signal_header(file), decode_signal(file, self.decoding.leads)
-        except Unreadable as error:
-            raise UsageError(f"{file} {error}: give a recording that can be read") from error
-        for lead, unit in zip(self.decoding.leads, self.decoding.units, strict=False):
-            if header.by_lead[lead] != unit:
-                raise UsageError(
-                    f"{file} has the lead {lead!r} in {header.by_lead[lead] or 'no unit'}: the model takes it in "
-                    f"{unit or 'no unit'}"
-                )
-        if header.rate != self.decoding.rate or values.shape != self.shape:
-            raise UsageError(
-                f"{file} has {values.shape[1]} samples at {header.rate:g} Hz: the model takes {self.shape[1]} at "
-                f"{self.decoding.rate:g} Hz"
-            )
-        return torch.from_numpy(values)
-
-    def _decode_image(self, file: str | Path | Image.Image) -> NDArray[Any]:
-        """Return the pixels of an image ``[C, H, W]``, resized; raise :class:`UsageError` if its depth is another."""
-        kind: Kind = "byte"
-        if self.decoding.kind == "integer" or self.decoding.kind == "real":
-            kind = self.decoding.kind
-        found = find_kind(file) if isinstance(file, Image.Image) else read_header(Path(file)).kind
-        if found != kind:
-            raise UsageError(f"{file} has {DEPTHS[found]}: the model takes images of {DEPTHS[kind]}")
-        channels, height, width = self.shape
-        if self.patched:
-            own = file if isinstance(file, Image.Image) else read_header(Path(file))
-            height, width = self.resized or (own.height, own.width)
-        if isinstance(file, Image.Image):
-            pixels, _ = convert_image(file.copy(), kind=kind, channels=channels, height=height, width=width)
-        else:
-            pixels, _ = decode_image(Path(file), kind=kind, channels=channels, height=height, width=width)
-        return np.array(pixels, order="C") if kind == "byte" else self.decoding.rescale(pixels)
 
     def _arrange_array(self, samples: Any) -> tuple[Tensor, bool]:
         """Return an array as ``[N, *shape]``: move channels to the front, repeat gray, and resize images."""

@@ -26,7 +26,7 @@ from ..tasks.catalog import infer_task
 from ..tasks.segmentation import IGNORED, LEFT_OUT
 from ..tasks.task import Task
 from ..utils.errors import FedshiftError, Ref, UsageError
-from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_tensor
+from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_numbers, to_tensor
 from .patches import Patches, extend
 from .preparation import HALF, Augment, FeatureScaling, Scaling, scale_stored
 from .stores import CHUNK, PIECE, FileStore, JoinedStore, Keys, LazyStore, digest_arrays, read_rows
@@ -493,7 +493,7 @@ def to_samples(x: ArrayLike | LazyStore, y: ArrayLike, where: str = "data", task
 def keep_or_map(x: ArrayLike | LazyStore, where: str) -> NDArray[Any] | LazyStore:
     """Return inputs as an array, or as a store if they are mapped from a file or are in a store already."""
     refuse_several(x, where)
-    return FileStore(x, where) if is_mapped(x) else x if isinstance(x, LazyStore) else np.asarray(x)
+    return FileStore(x, where) if is_mapped(x) else x if isinstance(x, LazyStore) else to_numbers(x, where)
 
 
 def join_several(x: Any, where: str, names: Sequence[str] = ()) -> tuple[NDArray[Any] | LazyStore, Inputs]:
@@ -508,9 +508,9 @@ def join_several(x: Any, where: str, names: Sequence[str] = ()) -> tuple[NDArray
     return join_inputs(x, inputs, where), inputs
 
 
-def to_store(x: NDArray[Any] | LazyStore, where: str) -> Tensor | LazyStore:
+def to_store(x: NDArray[Any] | Tensor | LazyStore, where: str) -> Tensor | LazyStore:
     """Return inputs as samples keep them; arguments and errors as in :func:`to_samples`."""
-    return x if isinstance(x, LazyStore) else to_tensor(x, where)
+    return x if isinstance(x, LazyStore | Tensor) else to_tensor(x, where)
 
 
 def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Task | None) -> Tensor:
@@ -519,9 +519,7 @@ def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Ta
     Arguments and errors are as in :func:`to_samples`.
     """
     x_array = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else x
-    y_array = np.asarray(y)
-    if x_array.dtype.kind not in "uifb" or y_array.dtype.kind not in "uifb":
-        raise UsageError(f"{where}: arrays of type {x_array.dtype} and {y_array.dtype}; both must be numbers")
+    y_array = to_numbers(y, f"{where}, labels")
     if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "

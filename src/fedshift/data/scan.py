@@ -20,9 +20,10 @@ from ..tasks.task import Task
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from .columns import Column
+from .decoding import Decoding
 from .files.read_options import ReadOptions
 from .partition import match_names, split_stratified
-from .preparation import Decoding, Scaling
+from .preparation import Scaling
 from .stores import LazyStore
 
 SPLITS = ("train", "validation", "test")

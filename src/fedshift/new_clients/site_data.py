@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..analysis.statistics import FEWEST_UNITS
 from ..config.spec import DataSpec
+from ..data.checks.quality import check_data
 from ..data.decoding.dicom import holds_slices
 from ..data.decoding.images import SUFFIXES
 from ..data.decoding.volumes import UNMEASURED, is_volume, read_volume_header
@@ -28,17 +30,15 @@ from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
 from ..data.patches import Patches
-from ..data.readers._objects import holds_hub_datasets, holds_tables
+from ..data.readers.arrays import holds_hub_datasets, holds_tables
 from ..data.readers.images import decode_images, inspect_images, make_part
 from ..data.samples import Samples, join_several, to_samples
 from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
 from ..data.stores import RecentArrays
-from ..diagnosis.quality import check_data
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
-from ..report.differences import FEWEST_UNITS
 from ..utils.errors import UsageError
 
 

@@ -6,6 +6,7 @@ unpack no more than fits into memory. The next program removes temporary directo
 
 from __future__ import annotations
 
+import codecs
 import errno
 import fcntl
 import io
@@ -44,6 +45,13 @@ class NotRegular(OSError):
         return f"it {self.strerror}"
 
 
+MARKS = {
+    codecs.BOM_UTF32_LE: "utf-32", codecs.BOM_UTF32_BE: "utf-32", codecs.BOM_UTF16_LE: "utf-16",
+    codecs.BOM_UTF16_BE: "utf-16",
+}  # fmt: skip
+"""Encodings by their byte order mark, longest first."""
+
+
 def open_regular(path: Path) -> IO[bytes]:
     """Open the file ``path`` for reading, without blocking; raise :class:`NotRegular` if it is not a regular file."""
     file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115
@@ -53,6 +61,28 @@ def open_regular(path: Path) -> IO[bytes]:
         file.close()
         raise
     return file
+
+
+def read_text(path: Path) -> str:
+    """Return a text that a user wrote, in UTF-8 or with the byte order mark of UTF-16 or UTF-32, by which it is known.
+
+    Raises :class:`UsageError` naming the line of other bytes.
+    """
+    with open_regular(path) as file:
+        content = file.read()
+    marked = (encoding for mark, encoding in MARKS.items() if content.startswith(mark))
+    encoding = next(marked, "utf-8-sig")
+    try:
+        text = content.decode(encoding)
+    except UnicodeDecodeError as error:
+        line, name = content.count(b"\n", 0, error.start) + 1, encoding.removesuffix("-sig").upper()
+        raise UsageError(
+            f"{path}, line {line}, is not in {name} (byte {content[error.start]:#04x}, as in Latin-1 or another older "
+            "encoding): save it as UTF-8 (in Excel: CSV UTF-8)"
+        ) from error
+    if "\0" in text:
+        raise UsageError(f"{path} holds zero bytes, so it is no text, or in UTF-16 without a mark: save it as UTF-8")
+    return text
 
 
 def require_regular(path: Path, status: os.stat_result | None = None) -> None:

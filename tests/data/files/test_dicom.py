@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from fedshift.data.assembly import read_folder
+from fedshift.data.decoding import Decoding
 from fedshift.data.decoding.dicom import read_series, stack_slices
 from fedshift.data.decoding.images import Unreadable
 from fedshift.data.decoding.volumes import READABLE, decode_mask, decode_volume, read_volume_header
-from fedshift.data.preparation import Decoding, Preparation
+from fedshift.data.preparation import Preparation
 from fedshift.export.loading import ExportedModel
 from fedshift.export.prediction import list_files, predict_files
 from fedshift.utils.errors import UsageError

@@ -73,7 +73,7 @@ def test_leads_are_matched_by_name_and_voltages_in_one_unit(root):
     kpa = replace(kept, decoding=replace(kept.decoding, units=("mv", "kpa")))
     with pytest.raises(UsageError, match="has the lead 'v1' in mv, and ecg in kpa: convert it to the same unit"):
         read_folder(root / "north", schema=replace(data.schema, preparation=kpa))
-    with pytest.raises(UsageError, match="has the lead 'v1' in mv: the model takes it in kpa"):
+    with pytest.raises(UsageError, match="has the lead 'v1' in mv, not kpa: give a file that the model takes"):
         kpa.store(str(file))
     other = replace(kept, decoding=replace(kept.decoding, leads=("i", "v1")))
     with pytest.raises(UsageError, match="has the leads ii, v1 at 50 Hz, and ecg i, v1 at 50 Hz"):

@@ -16,6 +16,7 @@ from scipy.ndimage import zoom
 import fedshift
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.checks.quality import examine
 from fedshift.data.decoding.images import Unreadable
 from fedshift.data.decoding.resizing import resample_image, resample_mask
 from fedshift.data.decoding.volumes import decode_volume, digest_voxels
@@ -23,7 +24,6 @@ from fedshift.data.files import volumes
 from fedshift.data.pictures import to_pictures
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import describe_grids, make_overview
-from fedshift.diagnosis.quality import examine
 from fedshift.tasks import Segmentation
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -302,7 +302,7 @@ def test_masks_that_lie_otherwise_than_their_images_are_refused(root):
         (mask, affine("LAS"), "has axes that point LAS, but its image"),
         (mask, affine(spacing=(0.5, 2.0, 4.0)), "has a spacing of 4 x 2 x 0.5 mm, but its image"),
         (mask, affine(origin=(20.0, 0, 0)), "lies up to 20.0 mm elsewhere than its image"),
-        (mask.astype(np.float32) + 0.5, None, "is a mask with values from 0.5 to 2.5, no class numbers in 0..255"),
+        (mask.astype(np.float32) + 0.5, None, "is a mask with the fraction 1.5: give class numbers in 0..255"),
         (np.stack([mask] * 2, axis=3), None, "is a mask with 2 channels"),
     ):
         save(file, values, matrix)

@@ -1,1 +1,94 @@
-"""Files of images, volumes, recordings and masks as arrays: for training, exported programs and new clients alike."""
+"""Files of images, volumes and recordings as arrays, by one function for training, exported models, adapt and sites.
+
+:func:`decode` takes a file and its :class:`Decoding`. Order of reading: ``images`` (pictures), ``dicom``, ``volumes``
+(medical images and their masks), ``signals`` (recordings), ``resizing``, and ``masks`` (predicted masks as files).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+
+from .images import Kind, Unreadable, decode_image
+from .resizing import resize_volume
+from .signals import decode_signal
+from .volumes import decode_volume
+
+
+@dataclass(frozen=True, kw_only=True)
+class Decoding:
+    """How a file's values become stored numbers.
+
+    Attributes:
+        kind: ``byte``, 8-bit pixels; ``integer`` and ``real``, gray integers of more bits and gray floats from 0 to 1,
+            stored from -1 to 1; ``volume``, a medical image, turned to the patient's axes and scaled by its own
+            percentiles; ``signal``, a recording; ``array``, no files.
+        bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
+        window: Values of a medical image that become -1 and 1, in place of its percentiles.
+        spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
+        leads: Names of the leads of a recording, in the order of the channels.
+        units: Unit of each lead, as in its file; ``mv`` for voltages. Empty: not known.
+        rate: Samples in a second of a recording; 0: not known.
+
+    """
+
+    kind: Literal["array", "byte", "integer", "real", "volume", "signal"] = "array"
+    bits: int = 0
+    window: tuple[float, float] | None = None
+    spacing: tuple[float, ...] = ()
+    leads: tuple[str, ...] = ()
+    units: tuple[str, ...] = ()
+    rate: float = 0.0
+
+    @classmethod
+    def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
+        """Return the decoding described by the result of ``asdict``."""
+        window = facts.get("window")
+        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads", "units")}
+        return cls(**{**facts, "window": None if window is None else tuple(window), **several})
+
+    def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
+        """Return gray values of kind ``integer`` or ``real`` from -1 to 1, values beyond as 1; others unchanged."""
+        if self.kind not in ("integer", "real"):
+            return pixels
+        top = 2**self.bits - 1 if self.kind == "integer" else 1
+        scaled: NDArray[Any] = np.minimum(pixels / np.float32(top), 1) * 2 - 1
+        return scaled
+
+
+ARRAY = Decoding()
+
+
+def decode(
+    file: Path | Image.Image, how: Decoding, channels: int, size: tuple[int, ...] = ()
+) -> tuple[NDArray[Any], float]:
+    """Return the values of ``file``, ``[C, *axes]``, before :meth:`Decoding.rescale`, and its largest gray value.
+
+    Args:
+        file: A file, a folder of DICOM slices, or an open picture, which stays as it is.
+        how: The kind and meaning of its values.
+        channels: Channels of a picture, 1 or 3; others have those of their file.
+        size: Size to which a picture, or a volume without a spacing, is resized; empty: it keeps its own.
+
+    Raises:
+        Unreadable: The file is damaged, or holds other values than ``how`` says.
+        UsageError: The file may be intact, but cannot be read now.
+
+    """
+    if isinstance(file, Image.Image) and how.kind in ("signal", "volume"):
+        raise Unreadable(f"is an open picture, not a {how.kind} in a file")
+    match how.kind, file:
+        case "signal", Path():
+            return decode_signal(file, how.leads, how.units, how.rate), 0.0
+        case "volume", Path():
+            values = torch.from_numpy(decode_volume(file, window=how.window, spacing=how.spacing))
+            return (resize_volume(values, size) if size and not how.spacing else values).numpy(), 0.0
+    kind: Kind = how.kind if how.kind in ("integer", "real") else "byte"
+    return decode_image(file, kind=kind, channels=channels, size=size)

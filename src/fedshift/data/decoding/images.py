@@ -14,15 +14,16 @@ from __future__ import annotations
 import errno
 import threading
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from PIL import ExifTags, Image, ImageOps, UnidentifiedImageError
+from PIL import Image, ImageOps, UnidentifiedImageError
+from PIL.ExifTags import Base
 from PIL.TiffImagePlugin import TiffImageFile
 
 from ...utils.errors import UsageError
@@ -33,9 +34,13 @@ SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", 
 Kind = Literal["byte", "integer", "real", "mask"]
 """Encoding of pixels: 8 bits (or 1), gray integers of up to 16 bits, gray floats in [0, 1], or class numbers."""
 
+DEPTHS = {"byte": "8-bit pixels", "integer": "gray of more than 8 bits", "real": "gray as floats"}
+"""Kinds of images in words."""
+ROUNDED = 0.01
+"""Largest distance of a mask's value from a class number that is rounding, as by a float slope of a NIfTI file."""
 _FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF", "PPM")
 _GRAY = ("1", "L", "LA")
-_TURNED = range(5, 9)  # orientations that swap height and width
+_SWAPPED = range(5, 9)  # orientations that swap height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
 _FILTERS = threading.Lock()
 _LASTING = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.EISDIR})  # other errors may be temporary
@@ -77,13 +82,17 @@ def explain_unreadable(file: Path, kind: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Header:
-    """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels."""
+    """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels.
+
+    ``turned``: whether the file says that its pixels are to be turned or mirrored.
+    """
 
     kind: Kind
     channels: int
     width: int
     height: int
     frames: int
+    turned: bool = False
 
 
 @contextmanager
@@ -100,53 +109,75 @@ def quiet_pillow() -> Iterator[None]:
 
 def find_kind(image: Image.Image) -> Kind:
     """Return the encoding of the pixels of ``image``."""
-    return "integer" if image.mode.startswith("I") else "real" if image.mode == "F" else "byte"
+    if image.mode.startswith("I") or _is_signed(image):
+        return "integer"
+    return "real" if image.mode == "F" else "byte"
 
 
 def read_header(file: Path) -> Header:
     """Read the header of ``file`` without decoding pixels; raise :class:`Unreadable` if it cannot be read."""
     with _open_image(file) as image:
         if isinstance(image, TiffImageFile):  # its ``size`` is upright only since Pillow 11
-            width, height = image.tag_v2[ExifTags.Base.ImageWidth], image.tag_v2[ExifTags.Base.ImageLength]
-            orientation = image.tag_v2.get(ExifTags.Base.Orientation)
+            width, height = image.tag_v2[Base.ImageWidth], image.tag_v2[Base.ImageLength]
+            orientation = image.tag_v2.get(Base.Orientation)
         else:
             width, height = image.size
             said = not _ORIENTED.isdisjoint(image.info)  # getexif() would decode a PNG without it
-            orientation = image.getexif().get(ExifTags.Base.Orientation) if said else None
-        if orientation in _TURNED:
+            orientation = image.getexif().get(Base.Orientation) if said else None
+        if orientation in _SWAPPED:
             width, height = height, width
         kind = find_kind(image)
-        gray = kind != "byte" or image.mode in _GRAY
-        frames = int(getattr(image, "n_frames", 1))
-        return Header(kind=kind, channels=1 if gray else 3, width=width, height=height, frames=frames)
+        channels = 1 if kind != "byte" or image.mode in _GRAY else 3
+        frames, turned = int(getattr(image, "n_frames", 1)), orientation in range(2, 9)
+        return Header(kind=kind, channels=channels, width=width, height=height, frames=frames, turned=turned)
 
 
 def decode_image(
-    file: Path, *, kind: Kind, channels: int, height: int, width: int
-) -> tuple[NDArray[np.generic], float]:
-    """Return the pixels of ``file`` as ``[channels, height, width]``, and the largest value in the file.
+    file: Path | Image.Image, *, kind: Kind, channels: int = 1, size: tuple[int, ...] = ()
+) -> tuple[NDArray[Any], float]:
+    """Return the pixels of ``file`` upright, ``[channels, H, W]``, and the largest value in the file.
 
-    ``kind`` byte and mask give uint8; integer and real give float32 with the file's own values, which must be in
-    0..65535 and [0, 1]. Raises :class:`Unreadable`.
+    Args:
+        file: The file, or an open picture, which stays as it is.
+        kind: ``byte`` and ``mask`` give uint8; ``integer`` and ``real`` give float32 with the file's own values, which
+            must be in 0..65535 and [0, 1].
+        channels: 1 or 3; gray is repeated.
+        size: ``(H, W)`` to resize to; empty: the picture's own.
+
+    Raises:
+        Unreadable: The file is damaged, or of another kind.
+
     """
-    with _open_image(file) as image:
-        return convert_image(image, kind=kind, channels=channels, height=height, width=width)
-
-
-def convert_image(
-    image: Image.Image, *, kind: Kind, channels: int, height: int, width: int
-) -> tuple[NDArray[np.generic], float]:
-    """Return :func:`decode_image` for an open ``image``, which is rotated upright in place."""
-    ImageOps.exif_transpose(image, in_place=True)
-    if kind == "mask":
-        classes = _to_classes(image).resize((width, height), Image.Resampling.NEAREST)
-        return np.asarray(classes)[None], 255.0
-    plain = _to_bytes(image, channels) if kind == "byte" else _to_values(image, 65535 if kind == "integer" else 1)
-    peak = float(plain.getextrema()[1]) if kind != "byte" else 255.0  # type: ignore[arg-type]
-    if plain.size != (width, height):
-        plain = plain.resize((width, height), Image.Resampling.BILINEAR)
+    with nullcontext(file.copy()) if isinstance(file, Image.Image) else _open_image(file) as image:
+        stored = find_kind(image)
+        if kind not in ("mask", stored):
+            raise Unreadable(f"has {DEPTHS[stored]}, not {DEPTHS[kind]}")
+        restore = _find_stored_numbers(image, kind)
+        ImageOps.exif_transpose(image, in_place=True)
+        if kind == "byte":
+            plain = _to_bytes(image, channels)
+        else:
+            plain = _to_classes(image, restore) if kind == "mask" else _to_values(image, restore)
+        peak = float(plain.getextrema()[1]) if kind in ("integer", "real") else 255.0  # type: ignore[arg-type]
+        if size and plain.size != size[::-1]:
+            method = Image.Resampling.NEAREST if kind == "mask" else Image.Resampling.BILINEAR
+            plain = plain.resize((size[1], size[0]), method)
     pixels = np.asarray(plain)
     return (pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)), peak
+
+
+def to_classes(values: NDArray[Any]) -> NDArray[np.uint8]:
+    """Return a mask's ``values`` as class numbers, which may be off by :data:`ROUNDED`; raise :class:`Unreadable`."""
+    low, high = values.min(), values.max()
+    if not (low >= -ROUNDED and high <= 255 + ROUNDED):  # also true for NaN
+        raise Unreadable(f"is a mask with values from {low:g} to {high:g}, no class numbers in 0..255")
+    classes: NDArray[np.uint8] = np.round(values).astype(np.uint8)
+    apart = np.abs(values - classes)
+    if values.dtype.kind == "f" and apart.max() > ROUNDED:
+        raise Unreadable(
+            f"is a mask with the fraction {values.flat[apart.argmax()]:g}: give class numbers in 0..255, not shares"
+        )
+    return classes
 
 
 @contextmanager
@@ -162,6 +193,32 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
             raise Unreadable("is empty" if empty else f"is not an image in format {', '.join(_FORMATS)}") from error
 
 
+def _is_signed(image: Image.Image) -> bool:
+    """Return whether pixels are signed numbers of 8 bits, which Pillow takes for unsigned ones."""
+    return image.mode == "L" and getattr(image, "tag_v2", {}).get(Base.SampleFormat) == (2,)
+
+
+def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[Any]], NDArray[Any]]:
+    """Return the function from Pillow's numbers to those of the file, in which a larger gray value is brighter.
+
+    Pillow expands 2 and 4 bits, and values of PGM files, to 8 or 16 bits, which would change class numbers, and does
+    not invert TIFF files of more than 8 bits in which 0 is white.
+    """
+    tags, tile = getattr(image, "tag_v2", {}), getattr(image, "tile", None)
+    if _is_signed(image):
+        return lambda x: x.view(np.int8)
+    if kind != "mask":
+        top = 1 if image.mode == "F" else 2 ** tags.get(Base.BitsPerSample, (16,))[0] - 1
+        return (lambda x: top - x) if tags.get(Base.PhotometricInterpretation) == 0 else np.asarray
+    encoding = tile[0].args if tile else ""
+    name, most = encoding if isinstance(encoding, tuple) and image.format == "PPM" else (encoding, 0)
+    name = name[0] if isinstance(name, tuple) else name
+    if image.mode == "L" and str(name)[:3] in ("L;2", "L;4"):
+        most = 2 ** int(name[2]) - 1
+    full = 65535 if image.mode.startswith("I") else 255
+    return lambda x: np.round(x * (most / full)).astype(x.dtype) if most else x
+
+
 def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
     """Return the image in mode L or RGB, composited over white."""
     if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA", "RGBa"):
@@ -170,26 +227,25 @@ def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
     return image.convert("L" if channels == 1 else "RGB")
 
 
-def _to_classes(image: Image.Image) -> Image.Image:
+def _to_classes(image: Image.Image, restore: Callable[[NDArray[Any]], NDArray[Any]]) -> Image.Image:
     """Return a mask's class numbers in mode L."""
     if image.format == "JPEG":
         raise Unreadable("is a mask in JPEG, which alters class numbers: save it as PNG")
     colored = image.mode in ("LA", "PA", "RGBA", "CMYK") or (image.format == "GIF" and image.mode == "P")
-    values = np.asarray(image.convert("RGB") if colored else image)
+    values = restore(np.asarray(image.convert("RGB") if colored else image))
     if values.ndim == 3:
         if (values != values[..., :1]).any():
             raise Unreadable(
                 "is a mask in color: give one class number for each pixel, in gray or as a palette's index"
             )
         values = values[..., 0]
-    if not (values.min() >= 0 and values.max() <= 255 and (values == values.astype(np.uint8)).all()):
-        raise Unreadable(f"is a mask with values from {values.min():g} to {values.max():g}, no class numbers in 0..255")
-    return Image.fromarray(values.astype(np.uint8))
+    return Image.fromarray(to_classes(values))
 
 
-def _to_values(image: Image.Image, most: int) -> Image.Image:
-    """Return the image in mode F with the file's own values, which must be in 0..``most``."""
-    values = np.asarray(image).astype(np.float32)
+def _to_values(image: Image.Image, restore: Callable[[NDArray[Any]], NDArray[Any]]) -> Image.Image:
+    """Return the image in mode F with the file's own values, integers in 0..65535 or floats in [0, 1]."""
+    most = 1 if image.mode == "F" else 65535
+    values = restore(np.asarray(image)).astype(np.float32)
     if not (values.min() >= 0 and values.max() <= most):  # also true for NaN
         raise Unreadable(f"has values from {values.min():g} to {values.max():g}, not in 0..{most}")
     return Image.fromarray(values)

@@ -9,7 +9,7 @@ bounded (:data:`~.dicom.MOST_BYTES`). Values have the checksums of a WFDB header
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +37,12 @@ KEPT = 2**28
 UNCALIBRATED = "uncalibrated"
 """Unit of leads whose WFDB header gives no gain, or a gain of 0: nobody knows how much one of their numbers is."""
 _GAIN = re.compile(r"-?[\d.]*[1-9]")  # not 0
-_MILLIVOLTS = {"nv": 1e-6, "uv": 1e-3, "µv": 1e-3, "μv": 1e-3, "mv": 1.0, "v": 1e3}
+_VOLTS = re.compile(r"(n|nano|u|micro|mc|\?|[^\x00-\x7f]+|m|milli|)\s?(?:v|volts?)\.?", re.IGNORECASE)
+"""Spellings of voltages; no unit but the microvolt has a sign beyond ASCII, whose bytes differ between encodings."""
+_MILLIVOLTS = {"n": 1e-6, "nano": 1e-6, "m": 1.0, "milli": 1.0, "": 1e3}
+"""Millivolts in a unit, by its prefix; every other prefix is a spelling of micro."""
+_MICRO = 1e-3
+_ANNOTATIONS = {b"EDF Annotations", b"BDF Annotations"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,6 +52,7 @@ class SignalHeader:
     Attributes:
         leads: Names of the leads in the file's order, in the form of :func:`name_lead`.
         units: Unit of each lead; ``mv`` for all voltages.
+        scales: Factor of each lead's values, which makes voltages millivolts.
         rate: Samples in a second.
         length: Samples of each lead.
 
@@ -54,6 +60,7 @@ class SignalHeader:
 
     leads: tuple[str, ...]
     units: tuple[str, ...]
+    scales: tuple[float, ...]
     rate: float
     length: int
 
@@ -71,31 +78,42 @@ def name_lead(name: object) -> str:
 def read_signal_header(file: Path) -> SignalHeader:
     """Read the header of ``file``; raise :class:`Unreadable` if the recording cannot be used."""
     with explain_unreadable(file, _describe_kind(file)):
-        found = _read_wfdb_header(file) if file.suffix.lower() == WFDB else _describe_edf(_open_edf(file))
+        found = (
+            _read_wfdb_header(file)
+            if file.suffix.lower() == WFDB
+            else _describe_edf(_open_edf(file), _read_dimensions(file))
+        )
     twice = [lead for lead in found.leads if found.leads.count(lead) > 1 or not lead]
     if twice:
         raise Unreadable(f"has two leads called {twice[0]!r}, or leads without names: name each by itself")
     return found
 
 
-def decode_signal(file: Path, leads: Sequence[str]) -> NDArray[np.float32]:
-    """Return the values of ``leads`` in ``file``, ``[C, L]``; raise :class:`Unreadable` if they cannot be used."""
+def decode_signal(
+    file: Path, leads: Sequence[str], units: Sequence[str] = (), rate: float = 0.0
+) -> NDArray[np.float32]:
+    """Return the values of ``leads`` in ``file``, ``[C, L]``.
+
+    Raises :class:`Unreadable` if they cannot be used, or do not have these ``units`` or this ``rate`` (empty, 0: any).
+    """
     header = read_signal_header(file)
     lacking = [lead for lead in leads if lead not in header.leads]
     if lacking:
         raise Unreadable(f"lacks the lead {lacking[0]!r} (it has {join_some(header.leads)})")
+    for lead, unit in zip(leads, units, strict=False):
+        if header.by_lead[lead] != unit:
+            raise Unreadable(f"has the lead {lead!r} in {header.by_lead[lead] or 'no unit'}, not {unit or 'no unit'}")
+    if rate not in (0, header.rate):
+        raise Unreadable(f"has {header.rate:g} samples a second, not {rate:g}")
     with explain_unreadable(file, _describe_kind(file)):
         if file.suffix.lower() == WFDB:
             record = load_library("wfdb", file, "signals").rdrecord(str(file.with_suffix("")), physical=False)
             _check_sums(record)
-            values, units = record.dac().T, _read_units(record.units)
+            values = record.dac().T
         else:
-            opened = _open_edf(file)
-            values = np.stack([signal.data for signal in opened.signals])
-            units = _read_units(signal.physical_dimension for signal in opened.signals)
-    scales = np.array([scale for _, scale in units])[:, None]
+            values = np.stack([signal.data for signal in _open_edf(file).signals])
     order = [header.leads.index(lead) for lead in leads]
-    made: NDArray[np.float32] = (values * scales)[order].astype(np.float32)
+    made: NDArray[np.float32] = (values * np.array(header.scales)[:, None])[order].astype(np.float32)
     if count := made.size - int(np.isfinite(made).sum()):
         raise Unreadable(f"has {count} values that are missing or infinite: cut gaps out, or fill them in")
     return made
@@ -143,7 +161,7 @@ def _list_files(file: Path) -> list[Path]:
 
 def _read_lines(header: Path) -> list[str]:
     """Return the lines of a WFDB header, its record's before its signals', without comments."""
-    lines = header.read_text(errors="replace").splitlines()
+    lines = _decode_text(header.read_bytes()).splitlines()
     return [line for line in lines if line.strip() and not line.startswith("#")]
 
 
@@ -163,13 +181,11 @@ def _read_wfdb_header(file: Path) -> SignalHeader:
         require_regular(values)
     check_bytes(8 * header.n_sig * header.sig_len, f"{header.n_sig} leads of {header.sig_len} samples")
     lines = [line.split() for line in _read_lines(file)[1:]]
-    gains = [line[2] if len(line) > 2 else "" for line in lines]  # wfdb makes it 200
-    units = tuple(
-        unit if _GAIN.match(gain) else UNCALIBRATED
-        for (unit, _), gain in zip(_read_units(header.units), gains, strict=True)
-    )
+    columns = [(line[2] if len(line) > 2 else "").partition("/") for line in lines]
+    units, scales = _convert_units(unit or "mV" for _, _, unit in columns)  # wfdb drops what is not ASCII
+    units = tuple(unit if _GAIN.match(gain) else UNCALIBRATED for (gain, *_), unit in zip(columns, units, strict=True))
     leads = tuple(name_lead(name or "") for name in header.sig_name)
-    return SignalHeader(leads=leads, units=units, rate=float(header.fs), length=int(header.sig_len))
+    return SignalHeader(leads=leads, units=units, scales=scales, rate=float(header.fs), length=int(header.sig_len))
 
 
 def _check_sums(record: Any) -> None:
@@ -190,16 +206,22 @@ def _open_edf(file: Path) -> Any:
     return edfio.read_bdf(file) if file.suffix.lower() == BDF else edfio.read_edf(file, lazy_load_data=True)
 
 
-def _check_length(file: Path) -> None:
-    """Raise :class:`Unreadable` if the file has another length than its header gives (Kemp et al. 1992)."""
+def _read_head(file: Path) -> tuple[bytes, bytes, int]:
+    """Return the fixed and the leads' part of an EDF header, and the number of leads (Kemp et al. 1992)."""
     with file.open("rb") as stream:
         fixed = stream.read(256)
         leads = int(fixed[252:] or 0)
-        sizes = stream.read(256 * leads)[216 * leads : 224 * leads]
-    if len(sizes) != 8 * leads or not leads:
+        part = stream.read(256 * leads)
+    if len(part) != 256 * leads or not leads:
         raise EOFError
+    return fixed, part, leads
+
+
+def _check_length(file: Path) -> None:
+    """Raise :class:`Unreadable` if the file has another length than its header gives."""
+    fixed, part, leads = _read_head(file)
     records, head = int(fixed[236:244]), int(fixed[184:192])
-    values = sum(int(sizes[8 * lead : 8 * lead + 8]) for lead in range(leads))
+    values = sum(int(part[at : at + 8]) for at in range(216 * leads, 224 * leads, 8))
     wanted = head + records * values * (3 if file.suffix.lower() == BDF else 2)
     if records < 1 or file.stat().st_size != wanted:
         raise Unreadable(
@@ -208,7 +230,15 @@ def _check_length(file: Path) -> None:
         )
 
 
-def _describe_edf(opened: Any) -> SignalHeader:
+def _read_dimensions(file: Path) -> list[str]:
+    """Return the physical dimension of each lead of an EDF header, except annotations; edfio keeps only ASCII."""
+    _, part, leads = _read_head(file)
+    labels = [part[at : at + 16].strip() for at in range(0, 16 * leads, 16)]
+    dimensions = [_decode_text(part[at : at + 8]) for at in range(96 * leads, 104 * leads, 8)]
+    return [text for text, label in zip(dimensions, labels, strict=True) if label not in _ANNOTATIONS]
+
+
+def _describe_edf(opened: Any, dimensions: list[str]) -> SignalHeader:
     signals = opened.signals
     if not signals:
         raise Unreadable("has no signals, only annotations")
@@ -224,9 +254,11 @@ def _describe_edf(opened: Any) -> SignalHeader:
     if len(rates) > 1:
         each = join_some(f"{rate:g}" for rate in sorted(rates))
         raise Unreadable(f"has leads of several rates ({each} Hz): resample them to one")
+    units, scales = _convert_units(dimensions)
     return SignalHeader(
         leads=tuple(name_lead(signal.label) for signal in signals),
-        units=tuple(unit for unit, _ in _read_units(signal.physical_dimension for signal in signals)),
+        units=units,
+        scales=scales,
         rate=float(rates.pop()),
         length=int(opened.num_data_records * signals[0].samples_per_data_record),
     )
@@ -236,11 +268,22 @@ def _join_range(limits: Any) -> str:
     return f"{limits.min:g} to {limits.max:g}"
 
 
-def _read_units(units: Any) -> Iterator[tuple[str, float]]:
-    """Yield the unit of each lead, and the factor for its values: voltages become millivolts."""
-    for unit in units:
-        known = _MILLIVOLTS.get(name_lead(unit))
-        yield (name_lead(unit), 1.0) if known is None else ("mv", known)
+def _convert_units(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:
+    """Return the unit of each lead, and the factor for its values: voltages become millivolts."""
+    units, scales = [], []
+    for name in map(name_lead, names):
+        volts = _VOLTS.fullmatch(name)
+        units.append("mv" if volts else name)
+        scales.append(_MILLIVOLTS.get(volts[1], _MICRO) if volts else 1.0)
+    return tuple(units), tuple(scales)
+
+
+def _decode_text(content: bytes) -> str:
+    """Return text in UTF-8, or else in Latin-1, as older devices write it."""
+    try:
+        return content.decode().strip()
+    except UnicodeDecodeError:
+        return content.decode("latin-1").strip()
 
 
 def _describe_kind(file: Path) -> str:

@@ -38,10 +38,10 @@ import torch
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
+from ..decoding import ARRAY, Decoding
 from ..decoding.images import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from ..decoding.resizing import describe_stretch
 from ..patches import extend
-from ..preparation import ARRAY, Decoding
 from .read_options import Progress
 
 Pixels = NDArray[np.generic]
@@ -243,11 +243,9 @@ def decode_all(
             path = files[row].path
             if path in facts.broken:
                 return
-            height, width = facts.sizes.get(path, shape[2:])
+            size = facts.sizes.get(path, shape[2:])
             try:
-                pixels, peaks[row] = decode_image(
-                    root / path, kind=facts.kind, channels=facts.channels, height=height, width=width
-                )
+                pixels, peaks[row] = decode_image(root / path, kind=facts.kind, channels=facts.channels, size=size)
                 if facts.sizes:
                     fill = 0 if facts.kind == "mask" else None
                     pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], fill).numpy()

@@ -16,11 +16,11 @@ import pyarrow as pa
 
 from ...utils.errors import UsageError
 from ..agreement import refuse_other_class_names
-from ..arrays import is_hub_dataset, list_class_names
+from ..arrays import list_class_names
 from ..files.read_options import ReadOptions
 from ..scan import SPLITS, Scan, choose_clients
 from . import tables
-from ._objects import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
+from .arrays import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
 
 holds = "tables in memory"
 options = tables.options
@@ -79,7 +79,7 @@ def _join(name: str, parts: Mapping[str, Any]) -> pa.Table:
     found = []
     for split, given in parts.items():
         told = f"{name}, {split}" if split else name
-        frame = (given.to_pandas() if is_hub_dataset(given) else given).rename(columns=str)
+        frame = (given.to_pandas() if hasattr(given, "to_pandas") else given).rename(columns=str)
         twice = [column for column, count in Counter(frame.columns).items() if count > 1]
         if twice:
             raise UsageError(f"{told}: two columns are called {twice[0]!r}: names must differ; rename one")

@@ -15,11 +15,11 @@ import torch
 from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import UsageError
 from ...utils.words import Information, join_some
+from ..decoding import Decoding
 from ..decoding.signals import KEPT, SIGNALS, VALUES, SignalHeader, SignalStore, read_signal_header
 from ..files import images as folders
 from ..files.image_store import read_all
 from ..files.read_options import ReadOptions
-from ..preparation import Decoding
 from ..scan import Assign, Loaded, Scan
 from ..schema import Schema
 from ..stores import RecentArrays

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
 from ...utils.words import Information
+from ..decoding import Decoding
 from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
 from ..decoding.volumes import (
     READABLE,
@@ -47,7 +48,6 @@ from ..files.volumes import (
     refuse_other_kinds,
 )
 from ..patches import make_box
-from ..preparation import Decoding
 from ..scan import SPLITS, Assign, Loaded, Scan, assign_splits
 from ..stores import RecentArrays
 from .images import list_clients, make_part, require_task

@@ -11,10 +11,10 @@ from ...config.expressions import trust_only
 from ...config.seeds import parse_seeds
 from ...config.settings_file import FILE
 from ...config.spec import CompareSpec, RunSpec
+from ...data.decoding import Decoding
 from ...data.decoding.volumes import parse_spacing, parse_window
 from ...data.federation import Federation
 from ...data.patches import Patches, parse_size
-from ...data.preparation import Decoding
 from ...data.sources import SCALES
 from ...experiments.experiment import Experiment
 from ...experiments.factory import make_methods, resolve_model

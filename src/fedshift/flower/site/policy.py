@@ -28,7 +28,7 @@ from ...data.federation import Federation
 from ...results.disclosure import RECEIVERS, REVEALS
 from ...tasks import CLASSIFICATION
 from ...utils.errors import UsageError
-from ...utils.files import open_regular
+from ...utils.files import read_text
 from ..messages import RefusedMessage
 from .record import Record, Spending
 from .review import TrialReview
@@ -331,11 +331,10 @@ class SitePolicy(BaseModel):
     def read(path: Path) -> SitePolicy:
         """Return the policy in a TOML file; raise :class:`UsageError` naming its errors."""
         try:
-            with open_regular(path) as file:
-                return SitePolicy.model_validate(tomllib.load(file))
+            return SitePolicy.model_validate(tomllib.loads(read_text(path)))
         except OSError as error:
             raise UsageError(f"--policy {path} cannot be read ({error.strerror})") from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except tomllib.TOMLDecodeError as error:
             raise UsageError(f"--policy {path} is not a TOML file ({error})") from error
         except ValidationError as error:
             raise UsageError(f"--policy {path}: {_explain(error)}") from None
