@@ -325,7 +325,7 @@ FLOWER = (
     Fault("site-sends-unchecked", "flower/site/trial.py", "SiteTrial.train",
           "check_upload(plan, update.shared, update.memory)", "pass", "tests/flower/test_site.py"),
     Fault("counts-may-be-impossible", "flower/coordinator/answers.py", "RowReader._check",
-          " or not self.task.may_have(counts)", "", "tests/flower/test_faults.py"),
+          " or not self.task.plausible(counts)", "", "tests/flower/test_faults.py"),
     Fault("site-says-its-own-weight", "flower/coordinator/remote_engine.py", "RemoteEngine._read_upload",
           "(report.weight, report.steps) != (used, len(steps))", "report.steps != len(steps)",
           "tests/flower/test_faults.py"),

@@ -107,11 +107,11 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     two = {"a": (SCALED + 1, Y + 1, SCALED, Y + 1), "b": (257.1 * PIXELS, Y + 1, 257.1 * PIXELS, Y + 1)}
     apart, absent = load_federation(two, DataSpec()).notices
     assert "images of floats have other scales, client 'a', train data: 0 to 2, but client 'b', train data: 0" in apart
-    assert absent.startswith("labels 1 to 2 make 3 classes, and no training sample has 0: number classes 0, 1, ...")
+    assert absent.startswith("no training sample has class 0, and networks have 3 outputs")
     assert load_federation(two, DataSpec(classes=3)).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
     assert (
-        "images of 5 x 5, 5 x 6 pixels become 28 x 28: image_size"
+        "images of 5 x 5, 6 x 5 pixels become 28 x 28, unless image_size"
         in load_federation(sizes, DataSpec()).notices[-1]
     )
     assert not any("28 x 28" in said for said in load_federation(sizes, DataSpec(image_size=8)).notices)

@@ -236,7 +236,7 @@ def test_a_full_disk_is_told_and_what_came_is_kept(server, tmp_path, place, monk
     usual = Path.open
 
     def opened(path, mode="r", *rest, **named):
-        return Full(path, mode) if path.suffix == ".part" else usual(path, mode, *rest, **named)
+        return io.BufferedWriter(Full(path, mode)) if path.suffix == ".part" else usual(path, mode, *rest, **named)
 
     monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(FedshiftError, match=r"cannot write .*file.bin.part: No space left on device. Make room"):

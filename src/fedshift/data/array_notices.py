@@ -7,7 +7,7 @@ spaced; of a dataset whose items are decoded on demand, on the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import FedshiftError
-from ..utils.words import join_some
 from .stores import DatasetStore, LazyStore, read_rows
 
 LOOKED_AT = 1000
@@ -71,20 +70,6 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
         *_describe_rounding(values),
         *_describe_scale(floats),
         *_describe_dark(dark, values),
-    ]
-
-
-def describe_labels(targets: Sequence[Tensor]) -> list[str]:
-    """Return a notice of classes below the largest that none of the training ``targets`` have, if they are classes."""
-    if any(y.dtype != torch.int64 or y.ndim != 1 for y in targets):
-        return []
-    labels = sorted({label for y in targets for label in torch.unique(y).tolist()})
-    absent = sorted(set(range(labels[-1] + 1 if labels else 0)).difference(labels))
-    if not absent or labels[0] < 0:  # which is refused
-        return []
-    return [
-        f"labels {labels[0]} to {labels[-1]} make {labels[-1] + 1} classes, and no training sample has "
-        f"{join_some(map(str, absent))}: number classes 0, 1, ... without gaps, unless this is meant"
     ]
 
 

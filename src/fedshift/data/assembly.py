@@ -101,9 +101,10 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         for name, splits in clients.items()
     )
     samples = sum(len(split) for splits in clients.values() for split in splits.values())
+    odd: tuple[str, ...] = ()
     if reading.classes is None and not scan.checked:
         trained = (part for part, side in zip(scan.parts, sides, strict=True) if (side == SPLITS.index("train")).any())
-        task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
+        odd = task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
     classes = scan.classes or reading.classes
     classes = classes or task.count_outputs(splits["train"].y for splits in clients.values())
     whole = Federation(
@@ -117,6 +118,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *scan.notices,
             *loaded.notices,
             *_name_categories(loaded.columns),
+            *odd,
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),

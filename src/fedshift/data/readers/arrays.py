@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
@@ -30,7 +29,7 @@ from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.files import open_regular
 from ...utils.words import join_some
 from ..agreement import refuse_other_class_names
-from ..array_notices import describe_arrays, describe_labels
+from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
@@ -98,15 +97,11 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     sources = dict(zip(reversed(keys), reversed(scan.parts), strict=True))  # the first of those that share an array
     stores = {key: to_store(part.source, part.where) for key, part in sources.items()}
     trained = {
-        part.where: (stores[key], y)
+        part.where: stores[key]
         for key, part in zip(keys, scan.parts, strict=True)
-        if len(y := part.y[torch.from_numpy(assign(part, ()) == SPLITS.index("train"))])
+        if (assign(part, ()) == SPLITS.index("train")).any()
     }
-    notices = describe_arrays(
-        {where: x for where, (x, _) in trained.items()}, several=any(p.inputs for p in scan.parts)
-    )
-    if reading.classes is None and reading.schema is None:
-        notices += describe_labels([y for _, y in trained.values()])
+    notices = describe_arrays(trained, several=any(part.inputs for part in scan.parts))
     return Loaded(stores=[stores[key] for key in keys], notices=tuple(notices))
 
 
