@@ -116,7 +116,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
-            *odd,
+            *(odd if reading.schema is None else ()),
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),

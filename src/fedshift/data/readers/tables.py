@@ -394,12 +394,10 @@ def infer_column(seen: Cells) -> tuple[Column, str]:
             f"{where}column {name!r} holds text such as {shown} here and numbers in another file: give it one type"
         )
     for doubt in filter(None, (each.doubt for each in seen.numerals if not seen.declared)):
-        signed = join_some(
-            map(repr, dict.fromkeys([doubt, *(t for t in seen.counts if "," in t or "." in t)])), shown=3
-        )
+        signed = list(dict.fromkeys([doubt, *(text for text in seen.counts if re.search("[.,]", text))]))
         raise UsageError(
-            f"{where}column {name!r} has numbers whose commas and points may mean two things, such as {signed}: write "
-            "all decimals in one way, and no thousands separators"
+            f"{where}column {name!r} has numbers whose commas and points may mean two things, such as "
+            f"{', '.join(map(repr, signed[:3]))}: write all decimals in one way, and no thousands separators"
         )
     if len(seen.counts) > MOST_CATEGORIES:
         raise UsageError(
