@@ -282,7 +282,7 @@ DATA = (
           "return np.flatnonzero(~drawn), np.flatnonzero(drawn)", "return np.arange(len(y)), np.flatnonzero(drawn)",
           "tests/data/test_partition.py tests/data/datasets/test_heart_disease.py tests/data/files"),
     Fault("test-rows-fit-the-scale", "data/datasets/heart_disease.py", "heart_disease",
-          "prepare_rows(x, slice(train), columns)", "prepare_rows(x, slice(None), columns)",
+          "prepare_rows(x, slice(len(train)), columns)", "prepare_rows(x, slice(None), columns)",
           "tests/data/datasets/test_heart_disease.py"),
     Fault("labels-numbered-by-each-client", "data/readers/images.py", "scan",
           "labels[file.category] for file in own",
@@ -295,7 +295,8 @@ DATA = (
     Fault("joined-stores-start-at-0", "data/samples.py", "number_rows", "starts[part.store, key] + part.rows",
           "part.rows", "tests/data/test_lazy_datasets.py tests/data/test_stores.py tests/data/test_samples.py"),
     Fault("missing-category-is-none-of-them", "data/readers/tables.py", "spread",
-          "np.where(np.isnan(values)[:, None], np.nan, ", "np.where(False, np.nan, ", "tests/data/files/test_tables.py"),
+          "np.where(np.isnan(values)[:, None], np.nan, ", "np.where(False, np.nan, ",
+          "tests/data/files/test_tables.py"),
 )  # fmt: skip
 
 JUDGMENTS = (

@@ -107,7 +107,7 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     two = {"a": (SCALED + 1, Y + 1, SCALED, Y + 1), "b": (257.1 * PIXELS, Y + 1, 257.1 * PIXELS, Y + 1)}
     apart, absent = load_federation(two, DataSpec()).notices
     assert "images of floats have other scales, client 'a', train data: 0 to 2, but client 'b', train data: 0" in apart
-    assert absent.startswith("labels 1 to 2 make 3 classes, and no training sample has 0: number classes 0, 1, ...")
+    assert absent.startswith("no training sample has class 0, and networks have 3 outputs")
     assert load_federation(two, DataSpec(classes=3)).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
     assert (
@@ -201,7 +201,7 @@ def test_arrays_and_files_that_are_not_read_are_named(tmp_path):
     data = read(tmp_path)
     assert data.names == ("a", "b")
     files, arrays, _ = data.notices
-    assert files.startswith(f"{tmp_path}: files that are not read: c.npz.gz, d.npy: name them client.npz")
+    assert files.startswith(f"{tmp_path}: files that are not read: c.npz.gz, d.npy: see the layouts of")
     assert "a.npz: arrays that are not read: x_holdout, ids; the data are x_train, y_train, x_test, y_test" in arrays
 
 

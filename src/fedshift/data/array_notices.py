@@ -7,7 +7,7 @@ spaced; of a dataset whose items are decoded on demand, on the first.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import FedshiftError
-from ..utils.words import join_some
 from .stores import DatasetStore, LazyStore, read_rows
 
 LOOKED_AT = 1000
@@ -71,18 +70,6 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
         *_describe_rounding(values),
         *_describe_scale(floats),
         *_describe_dark(dark, values),
-    ]
-
-
-def describe_labels(targets: Iterable[Tensor]) -> list[str]:
-    """Return a notice of classes below the largest that none of the training ``targets`` (int64 ``[N]``) have."""
-    labels = torch.unique(torch.cat([torch.unique(y) for y in targets])).tolist()
-    absent = sorted(set(range(labels[-1] + 1 if labels else 0)).difference(labels))
-    if not absent or labels[0] < 0:  # which is refused
-        return []
-    return [
-        f"labels {labels[0]} to {labels[-1]} make {labels[-1] + 1} classes, and no training sample has "
-        f"{join_some(map(str, absent))}: number classes 0, 1, ... without gaps, unless this is meant"
     ]
 
 

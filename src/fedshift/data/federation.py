@@ -354,9 +354,9 @@ class Federation:
             return made.with_targets(resize_masks(split.y, target))
 
         told = [] if cases else [describe_stretch(sizes, target)]
-        if len(sizes) > 1 and not cases and not size:
-            listed = join_some(" x ".join(map(str, side[::-1])) for side in sorted(sizes))
-            told += [f"images of {listed} pixels become {target[1]} x {target[0]}, unless image_size says another size"]
+        if len(sizes) > 1 and not size and not cases:
+            some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
+            told.append(f"images of {some} pixels become 28 x 28, unless image_size says another size")
         return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(

@@ -71,7 +71,7 @@ class Classification(Task):
                     f"{samples} samples: number classes 0, 1, 2, ..., or give their number ({{}})",
                     Ref(classes=top + 1),
                 )
-        labels = torch.cat([y.unique() for y in targets.values()]).unique().tolist() if targets else []
+        labels = torch.cat([torch.unique(y) for y in targets.values()]).tolist() if targets else []
         return describe_absent("sample", labels)
 
     @override

@@ -46,7 +46,7 @@ from ..columns import (
     read_numerals,
 )
 from ..files.read_options import ReadOptions
-from ..identity import clean_name, match_name
+from ..identity import clean_name, group_alike, match_name, merge_names, sort_names
 from ..preparation import FeatureScaling
 from ..samples import digest_each
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
@@ -266,9 +266,8 @@ class Cells:
         Raises :class:`UsageError` for a number that is infinite, or beyond float32.
         """
         if column.categories is not None:
-            number: dict[str | None, float] = {text: float(at) for at, text in enumerate(column.categories)}
-            known = [number.get(match_name(text, column.categories), np.nan) for text in self.texts]
-            return np.array([*known, np.nan])[self.place]
+            known = {category: float(number) for number, category in enumerate(column.categories)}
+            return np.array([*(known.get(text, np.nan) for text in self.texts), np.nan])[self.place]
         numbers = self.numbers
         if len(self.truths):
             truths = np.array([*(TRUTHS.get(text.lower(), np.nan) for text in self.texts), np.nan])[self.place]
@@ -330,6 +329,24 @@ def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cell
         numbers=np.concatenate(numbers), place=np.concatenate(places), texts=list(known_texts), numerals=numerals,
         **told,
     )  # fmt: skip
+
+
+def _merge_texts(seen: Cells, clients: NDArray[np.object_], known: Column | None) -> tuple[Cells, list[str]]:
+    """Return cells with one spelling for each category, that of ``known`` if it has it, and notices of the others."""
+    if known is not None and known.categories is not None:
+        stands = {text: match_name(text, known.categories) or text for text in seen.texts}
+        others = [f"{text!r} is read as {name!r}" for text, name in stands.items() if name != text]
+        notices = (
+            [f"column {seen.name!r} is spelled as in the data that it joins: {join_some(others)}"] if others else []
+        )
+    elif (len(seen.odd) or seen.declared) and len(seen.texts) <= 4 * MOST_CATEGORIES and group_alike(seen.texts):
+        held = {name: seen.list_texts(np.flatnonzero((clients == name) & (seen.place >= 0))) for name in set(clients)}
+        stands, notices = merge_names(held, f"categories of {seen.name!r}")
+    else:
+        return seen, []
+    texts = list(dict.fromkeys(stands.get(text, text) for text in seen.texts))
+    place = np.array([*(texts.index(stands.get(text, text)) for text in seen.texts), -1])[seen.place]
+    return replace(seen, texts=texts, place=place), notices
 
 
 def _is_number(kind: Any) -> bool:
@@ -472,7 +489,7 @@ def match_column(column: Column, seen: Cells, other: str) -> Column:
     listed = ", ".join(column.categories)
     if seen.typed:
         raise UsageError(f"{have} numbers, but text in {other}: give one of {listed}, as text")
-    if unknown := [text for text in seen.counts if match_name(text, column.categories) is None]:
+    if unknown := [text for text in seen.counts if text not in column.categories]:
         raise UsageError(
             f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other}, are {listed}: call it one of "
             "them, or leave the cells empty"
@@ -543,7 +560,7 @@ def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> TableRows:
     names = [table.path.stem for table in tables]
     roles[""] = roles[column] if column else np.repeat(names, [len(table.cells) for table in tables])
     by_file = reading.domains is not None and not column  # then the files are those of the chosen clients, in order
-    known = sorted(roles[column].dropna().unique()) if column else names if by_file else sorted(names)
+    known = sort_names(roles[column].dropna().unique()) if column else names if by_file else sort_names(names)
     if (reading.task or CLASSIFICATION) == CLASSIFICATION and reading.target:
         labels = roles[reading.targets[0]].dropna().unique().tolist()
         if len(labels) > MOST_CLASSES:
@@ -632,14 +649,15 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     task = reading.task or CLASSIFICATION
     y, classes, class_names = _read_targets(rows, task, reading)
     theirs = {column.name: column for column in reading.schema.columns} if reading.schema else {}
+    client = rows.roles[""].to_numpy()[rows.read]
     columns, values, joined = [], [], reading.schema.name if reading.schema else ""
     for done, feature in enumerate(features, 1):
-        seen = _read_cells(feature, rows, theirs.get(feature))
+        seen, remarks = _merge_texts(_read_cells(feature, rows, theirs.get(feature)), client, theirs.get(feature))
         if feature in theirs:
             column, said = match_column(theirs[feature], seen, f"{joined!r}, the data that it joins"), ""
         else:
             column, said = infer_column(seen)
-        notices += [said] if said else []
+        notices += [*remarks, *([said] if said else [])]
         values.append(seen.read_values(column))
         columns.append(_describe_numbers(column, values[-1], seen))
         if reading.progress:
@@ -648,7 +666,6 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     constant = [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
-    client = rows.roles[""].to_numpy()[rows.read]
     parts = [_make_part(rows, y, name, np.flatnonzero(client == name), reading) for name in rows.names]
     return Scan(
         name=name, parts=tuple(parts), task=task, classes=classes, class_names=class_names, notices=tuple(notices),
@@ -713,7 +730,7 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
     rows = _find_rows([table], ReadOptions())
     features = []
     for column in columns:
-        seen = _read_cells(column.name, rows, column)
+        seen, _ = _merge_texts(_read_cells(column.name, rows, column), np.empty(0, object), column)
         features.append(spread(seen.read_values(match_column(column, seen, f"the model {other!r}")), column))
     return np.concatenate(features, axis=1)
 
