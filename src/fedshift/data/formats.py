@@ -61,28 +61,13 @@ def open_arrays(path: Path) -> Iterator[NpzFile]:
             yield arrays
 
 
-def read_header(packed: NpzFile, name: str) -> Numbers:
-    """Return an array of the shape and type of the one called ``name``, with zeros that take no memory."""
-    assert packed.zip is not None
-    with packed.zip.open(name if name in packed.zip.namelist() else f"{name}.npy") as content:
-        shape, dtype = _parse_header(content)
-    if dtype.hasobject:
-        raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
-    return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def _parse_header(content: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    version = np.lib.format.read_magic(content)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(content)
-    return shape, dtype
-
-
 def _check_header(path: Path, entry: zipfile.ZipInfo, content: IO[bytes]) -> None:
     """Raise :class:`UsageError` if the size in an array's header differs from the size of its entry in the archive."""
     if not entry.filename.endswith(".npy"):
         return
-    shape, dtype = _parse_header(content)
+    version = np.lib.format.read_magic(content)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(content)
     declared, found = math.prod(shape) * dtype.itemsize, entry.file_size - content.tell()
     if declared != found and not dtype.hasobject:
         raise UsageError(
