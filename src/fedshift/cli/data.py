@@ -61,7 +61,7 @@ def data_list(*, root: Root = None) -> int:
         lines = (
             f"{card.title}. {who}; {card.classes or 'no'} classes. {card.samples}.",
             f"Source: {card.source}. License: {card.license}.",
-            f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
+            f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes else ''}",
         )
         table.add_row(name, here, Text("\n".join(lines)))
     print_parts(console, [table])
@@ -69,12 +69,11 @@ def data_list(*, root: Root = None) -> int:
 
 
 @data.command
-def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
+def fetch(name: str, *, root: Root = None) -> int:
     """Download a benchmark from its publisher, verified and resumable: the only command that uses the network.
 
     Args:
         name: Benchmark, see `fedshift data list`.
-        hub: Download from Hugging Face in place of the publisher (needs `pip install 'fedshift[hub]'`).
 
     """
     from ..data.downloads import fetch as download
@@ -82,7 +81,7 @@ def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
 
     console, place = Console(), data_root(DataSpec(root=root))
     with show_loading(console) as progress:
-        files = download(name, find_card(name), place, progress=progress, hub=hub)
+        files = download(name, find_card(name), place, progress=progress)
     print_parts(console, map(str, files))
     return 0
 

@@ -18,7 +18,6 @@ from urllib.request import Request, urlopen
 from ..utils.errors import FedshiftError, Ref, UsageError
 from .datasets._card import Card, Remote
 from .files.read_options import Progress
-from .huggingface import fetch_from_hub
 
 TIMEOUT = 60.0
 """Seconds to wait for the server's response."""
@@ -26,7 +25,7 @@ TIMEOUT = 60.0
 _BLOCK = 1 << 20
 
 
-def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None, hub: bool = False) -> list[Path]:
+def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None) -> list[Path]:
     """Fetch the files of benchmark ``name`` into ``root/<name>`` and return their paths.
 
     Args:
@@ -34,7 +33,6 @@ def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None
         card: Its card.
         root: Directory of the data.
         progress: Called with ``(file, bytes so far, total bytes)``; the total is 0 if the server does not report it.
-        hub: Fetch from huggingface.co (also used for benchmarks without another address).
 
     Raises:
         UsageError: Nothing can be fetched.
@@ -45,12 +43,9 @@ def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None
     folder = root / name
     if card.generated:
         raise UsageError(f"benchmark {name!r} is made by fedshift itself: there is nothing to fetch")
-    if card.hub and (hub or not card.remotes):
-        return fetch_from_hub(name, card, folder, progress=progress)
-    if hub or not card.remotes:
+    if not card.remotes:
         raise UsageError(
-            f"benchmark {name!r} cannot be fetched{' from huggingface.co' if hub else ''}: "
-            f"get it from {card.homepage} and put into {folder} {card.layout}"
+            f"benchmark {name!r} cannot be fetched: get it from {card.homepage} and put into {folder} {card.layout}"
         )
     return [_fetch_file(remote, folder / remote.name, card, progress) for remote in card.remotes]
 

@@ -204,12 +204,13 @@ class Federation:
         """Return what samples and targets mean, with the scaling of ``client``."""
         splits = {where: split for where, split in self.named_splits().items() if len(split)}
         scaling = client.train.normalization
+        rows = isinstance(scaling, FeatureScaling)  # of a table, raw
         preparation = Preparation(
             shape=client.train.shape,
-            dtype=str(client.train.dtype).removeprefix("torch."),
+            dtype=str(torch.float64 if rows else client.train.dtype).removeprefix("torch."),
             decoding=client.decoding,
             scaling=scaling,
-            columns=self.columns if isinstance(scaling, FeatureScaling) else (),
+            columns=self.columns if rows else (),
             values=() if self.inputs else tuple(sorted(set(name_scales(splits).values()))),
             inputs=self.inputs,
             patched=client.train.patches is not None,
@@ -353,9 +354,9 @@ class Federation:
             return made.with_targets(resize_masks(split.y, target))
 
         told = [] if cases else [describe_stretch(sizes, target)]
-        if len(sizes) > 1 and not cases and not size:
-            listed = join_some(" x ".join(map(str, side[::-1])) for side in sorted(sizes))
-            told += [f"images of {listed} pixels become {target[1]} x {target[0]}, unless image_size says another size"]
+        if len(sizes) > 1 and not size and not cases:
+            some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
+            told.append(f"images of {some} pixels become 28 x 28: image_size chooses another size")
         return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(

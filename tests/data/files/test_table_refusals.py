@@ -218,8 +218,8 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
     assert refusal() == f"{a} has no column 'extra', which {b} has: {out('extra')}"
     frame.assign(pain=7).to_parquet(b)
     assert refusal() == (
-        f"{a}, data row 1: column 'pain' holds text such as 'typical', 'none at all', 'atypical' here and numbers in another file: "
-        "give it one type"
+        f"{a}, data row 1: column 'pain' holds text such as 'typical', 'none at all', 'atypical' here and numbers in "
+        "another file: give it one type"
     )
     frame.to_csv(twin, index=False)
     assert refusal() == f"{twin} and {b} are both of client 'b': keep one"
