@@ -223,7 +223,7 @@ def test_one_torch_dataset_a_client_is_divided_by_its_attribute_or_its_files():
 
 def test_groups_that_a_torch_dataset_lacks_are_refused():
     north = FRAME[FRAME["site"] == "north"]
-    with pytest.raises(UsageError, match="OfStays has no attribute 'person'"):
+    with pytest.raises(UsageError, match="OfStays has no attribute or column 'person'"):
         load_source({"north": OfStays(north)}, DataSpec(groups="person"))
     with pytest.raises(UsageError, match=r"patient of shape \(3,\) for \d+ items"):
         load_source({"north": OfStays(north, patient=["a", "b", "c"])}, DataSpec(groups="patient"))

@@ -24,11 +24,10 @@ from ..tasks.segmentation import Segmentation
 from ..tasks.task import Task
 from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
-from .columns import Column
 from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
 from .files.read_options import ReadOptions
-from .identity import clean_name, describe_alike, group_alike, merge_names, show_alike
+from .identity import clean_name, group_alike, merge_names, show_alike
 from .inputs import require_layout
 from .preparation import HALF, Scaling
 from .readers import arrays, find_reader, refuse_unused
@@ -117,7 +116,6 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
-            *_name_categories(loaded.columns),
             *(odd if reading.schema is None else ()),
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
@@ -153,12 +151,6 @@ def _merge_groups(scan: Scan) -> Scan:
         stands = np.array([merged[part.client][0][name] for name in names.tolist()], np.str_)
         parts.append(replace(part, group=stands[place_N]))
     return replace(scan, parts=tuple(parts), notices=(*scan.notices, *told))
-
-
-def _name_categories(columns: Iterable[Column]) -> list[str]:
-    """Return notices of categories with alike names, which are different features."""
-    alike = {each.name: each.categories for each in columns if each.categories and group_alike(each.categories)}
-    return [f"{describe_alike(f'categories of {name!r}', texts)}; spell them alike" for name, texts in alike.items()]
 
 
 def _merge_classes(scan: Scan, task: Task, reading: ReadOptions) -> Scan:

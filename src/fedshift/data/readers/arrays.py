@@ -33,6 +33,7 @@ from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
+from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
 from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, choose_clients
 from ..schema import Schema
@@ -74,7 +75,7 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
     refuse_column(reading)
     require_names(files or source)
     parts, class_names, notices = list[Part](), dict[str, Sequence[str]](), _name_unread(source, files)
-    chosen = choose_clients(files or source, reading)
+    chosen = choose_clients(sort_names(files) or source, reading)
     for done, client in enumerate(chosen, 1):
         where = str(files.get(client, f"client {client!r}"))
         with _open(files[client], reading.groups) if files else nullcontext(source[client]) as data:
@@ -332,7 +333,7 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
                     group=groups[rows] if len(groups) else UNGROUPED, inputs=inputs,
                 )
             )  # fmt: skip
-    chosen = choose_clients(sorted({part.client for part in parts}), reading)
+    chosen = choose_clients(sort_names({part.client for part in parts}), reading)
     ordered = tuple(part for client in chosen for part in parts if part.client == client)
     return Scan(name=NAME, parts=ordered, task=reading.task)
 

@@ -46,6 +46,7 @@ from ..columns import (
     read_numerals,
 )
 from ..files.read_options import ReadOptions
+from ..identity import group_alike, match_name, merge_names, sort_names
 from ..preparation import FeatureScaling
 from ..samples import digest_each
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
@@ -287,8 +288,8 @@ def is_text(kind: Any) -> bool:
 
 
 def clean_texts(cells: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return text cells without surrounding spaces; texts in :data:`MISSING` become null."""
-    trimmed = pc.utf8_trim_whitespace(cells.cast(pa.string()))
+    """Return text cells without surrounding spaces, in Unicode's form NFC; texts in :data:`MISSING` become null."""
+    trimmed = pc.utf8_trim_whitespace(pc.utf8_normalize(cells.cast(pa.string()), form="NFC"))
     return pc.if_else(pc.is_in(trimmed, value_set=pa.array(MISSING)), pa.scalar(None, pa.string()), trimmed)
 
 
@@ -323,6 +324,24 @@ def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cell
         numbers=np.concatenate(numbers), place=np.concatenate(places), texts=list(known_texts), numerals=numerals,
         **told,
     )  # fmt: skip
+
+
+def _merge_texts(seen: Cells, clients: NDArray[np.object_], known: Column | None) -> tuple[Cells, list[str]]:
+    """Return cells with one spelling for each category, that of ``known`` if it has it, and notices of the others."""
+    if known is not None and known.categories is not None:
+        stands = {text: match_name(text, known.categories) or text for text in seen.texts}
+        others = [f"{text!r} is read as {name!r}" for text, name in stands.items() if name != text]
+        notices = (
+            [f"column {seen.name!r} is spelled as in the data that it joins: {join_some(others)}"] if others else []
+        )
+    elif (len(seen.odd) or seen.declared) and len(seen.texts) <= 4 * MOST_CATEGORIES and group_alike(seen.texts):
+        held = {name: seen.list_texts(np.flatnonzero((clients == name) & (seen.place >= 0))) for name in set(clients)}
+        stands, notices = merge_names(held, f"categories of {seen.name!r}")
+    else:
+        return seen, []
+    texts = list(dict.fromkeys(stands.get(text, text) for text in seen.texts))
+    place = np.array([*(texts.index(stands.get(text, text)) for text in seen.texts), -1])[seen.place]
+    return replace(seen, texts=texts, place=place), notices
 
 
 def _is_number(kind: Any) -> bool:
@@ -529,7 +548,7 @@ def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> TableRows:
     names = [table.path.stem for table in tables]
     roles[""] = roles[column] if column else np.repeat(names, [len(table.cells) for table in tables])
     by_file = reading.domains is not None and not column  # then the files are those of the chosen clients, in order
-    known = sorted(roles[column].dropna().unique()) if column else names if by_file else sorted(names)
+    known = sort_names(roles[column].dropna().unique()) if column else names if by_file else sort_names(names)
     if (reading.task or CLASSIFICATION) == CLASSIFICATION and reading.target:
         labels = roles[reading.targets[0]].dropna().unique().tolist()
         if len(labels) > MOST_CLASSES:
@@ -603,14 +622,15 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     task = reading.task or CLASSIFICATION
     y, classes, class_names = _read_targets(rows, task, reading)
     theirs = {column.name: column for column in reading.schema.columns} if reading.schema else {}
+    client = rows.roles[""].to_numpy()[rows.read]
     columns, values, joined = [], [], reading.schema.name if reading.schema else ""
     for done, feature in enumerate(features, 1):
-        seen = _read_cells(feature, rows, theirs.get(feature))
+        seen, remarks = _merge_texts(_read_cells(feature, rows, theirs.get(feature)), client, theirs.get(feature))
         if feature in theirs:
             column, said = match_column(theirs[feature], seen, f"{joined!r}, the data that it joins"), ""
         else:
             column, said = infer_column(seen)
-        notices += [said] if said else []
+        notices += [*remarks, *([said] if said else [])]
         values.append(seen.read_values(column))
         columns.append(_describe_numbers(column, values[-1], seen))
         if reading.progress:
@@ -619,7 +639,6 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     constant = [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
-    client = rows.roles[""].to_numpy()[rows.read]
     parts = [_make_part(rows, y, name, np.flatnonzero(client == name), reading) for name in rows.names]
     return Scan(
         name=name, parts=tuple(parts), task=task, classes=classes, class_names=class_names, notices=tuple(notices),
