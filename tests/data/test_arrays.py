@@ -110,7 +110,10 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     assert absent.startswith("no training sample has class 0, and networks have 3 outputs")
     assert load_federation(two, DataSpec(classes=3)).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
-    assert "images of 5 x 5, 5 x 6 pixels become 28 x 28: image_size" in load_federation(sizes, DataSpec()).notices[-1]
+    assert (
+        "images of 5 x 5, 6 x 5 pixels become 28 x 28, unless image_size"
+        in load_federation(sizes, DataSpec()).notices[-1]
+    )
     assert not any("28 x 28" in said for said in load_federation(sizes, DataSpec(image_size=8)).notices)
 
 
