@@ -1,6 +1,6 @@
 """Networks of torchvision, timm, MONAI, smp and HuggingFace under methods that change or select normalization.
 
-Each network is made by its name in the catalog (``--model timm:resnet18``) with random weights; nothing is downloaded.
+Each network has random weights; nothing is downloaded.
 For each network and method it is checked that
 
 * surgery by identical layers leaves outputs and entries what they were;
@@ -32,9 +32,10 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from functools import cached_property, partial
+from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -143,10 +144,38 @@ class WrongError(Exception):
     """A check failed."""
 
 
+def make_torchvision(name: str, _: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """Return a network of torchvision."""
+    network: nn.Module = import_module("torchvision.models").get_model(name, num_classes=classes, **options)
+    return network
+
+
+def make_monai(name: str, shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """Return a network of MONAI."""
+    kind = getattr(import_module("monai.networks.nets"), name)
+    network: nn.Module = kind(spatial_dims=len(shape) - 1, in_channels=shape[0], out_channels=classes, **options)
+    return network
+
+
+def make_smp(name: str, shape: tuple[int, ...], classes: int, **options: Any) -> nn.Module:
+    """Return a network of segmentation_models_pytorch."""
+    kind = getattr(import_module("segmentation_models_pytorch"), name)
+    network: nn.Module = kind(encoder_weights=None, in_channels=shape[0], classes=classes, **options)
+    return network
+
+
+def find_factory(expression: str) -> Callable[[tuple[int, ...], int], nn.Module]:
+    """Return the function of a network's name: a function above, or the catalog's."""
+    library, _, call = expression.partition(":")
+    own = {"torchvision": make_torchvision, "monai": make_monai, "smp": make_smp}.get(library)
+    name, _, options = call.partition("(")
+    return partial(own, name, **eval(f"dict({options or ')'}")) if own else MODELS.parse(expression)
+
+
 def make(expression: str) -> nn.Module:
     """Return the network, in float64 and evaluation, with weights and statistics that normalization shows in."""
     torch.manual_seed(0)
-    network = make_network(MODELS.parse(expression), NETWORKS[expression], CLASSES, "float64").eval()
+    network = make_network(find_factory(expression), NETWORKS[expression], CLASSES, "float64").eval()
     for parameter in network.parameters():
         if parameter.ndim > 1 and not parameter.any():  # a classifier of zeros would show nothing
             parameter.data.normal_(std=0.02)
@@ -393,7 +422,8 @@ def describe_cell(found: Mapping[str, tuple[str, str]], words: dict[str, int]) -
 
 TEXT = """# Networks of libraries
 
-Which networks work with which methods, by their names in `--model`. `make zoo` writes this page, here with {versions}.
+Which networks work with which methods: timm's and HuggingFace's by their names in `--model`, the others by [a
+function](guide.md#networks-of-libraries). `make zoo` writes this page, here with {versions}.
 
 {total}: {counts}.
 

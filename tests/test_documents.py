@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fedshift
+from fedshift.analysis.statistics import FEWEST_UNITS
 from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
@@ -38,7 +39,6 @@ from fedshift.flower.site.policy import UPLOADS, SitePolicy
 from fedshift.methods import METHODS
 from fedshift.nn import deferred
 from fedshift.report import tables as report_tables
-from fedshift.report.differences import FEWEST_UNITS
 from fedshift.results import trial_records
 from fedshift.results.schema import PICTURED
 from fedshift.tasks.classification import FEW_CLASSES

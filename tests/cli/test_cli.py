@@ -293,7 +293,7 @@ def test_list_names_all_there_is(cli):
         assert f"{name} " in outcome.out
     assert "digits " not in cli("list", "methods").out
     metrics = cli("list", "metrics").out
-    for name in ("top_k(k=5)", "brier", "hausdorff95 (95 % Hausdorff", "sklearn:NAME", "torchmetrics:NAME", "c_index"):
+    for name in ("top_k(k=5)", "brier", "hausdorff95 (95 % Hausdorff", "package.module:function", "c_index"):
         assert name in " ".join(metrics.split())
 
 

@@ -373,8 +373,7 @@ GOOD = Listed([(np.zeros(3), 0), (np.ones(3), 1)])
             "client 'a', test data: they have the inputs 'input_ids', 'attention_mask'",
         ),
         ((GOOD, Listed([*GOOD.samples, (np.zeros(4), 1)])), "sample 2 has shape (4,) and the first (3,): bring"),
-        ((np.zeros((2, 3)), np.zeros(2)), "client 'a': ndarray, ndarray given: give four arrays, (x_train,"),
-        (3, "client 'a': int given: give four arrays"),
+        (3, "client 'a': int given: give (x_train, y_train, x_"),
     ],
 )  # fmt: skip
 def test_what_is_neither_four_arrays_nor_two_datasets_is_refused(given, said):

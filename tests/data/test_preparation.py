@@ -34,7 +34,7 @@ def test_files_are_stored_as_in_the_run(tmp_path, top, kind):
     data = read_folder(write_scans(tmp_path, top, kind), image_size=8)
     client = data.client("a")
     preparation = copy(data.describe_client(client).preparation)
-    files = [tmp_path / client.files[row] for row in client.train.all_rows.tolist()]
+    files = [tmp_path / client.files[row] for row in client.train.rows.tolist()]
     stored, single = preparation.store(files)
     assert not single
     assert torch.equal(stored, client.train.x)
@@ -47,7 +47,7 @@ def test_images_of_another_depth_are_refused(tmp_path):
     flat = read_folder(write_scans(tmp_path / "flat", 256, np.uint8))
     for data, other in ((deep, flat), (flat, deep)):
         folder = tmp_path / other.name / "a"
-        with pytest.raises(UsageError, match="8-bit pixels.*gray of more|gray of more.*8-bit pixels"):
+        with pytest.raises(UsageError, match=r"8-bit pixels.*gray of more|gray of more.*8-bit pixels"):
             data.describe_client(data.clients[0]).preparation.store(next(folder.rglob("*.png")))
 
 
@@ -63,7 +63,7 @@ def test_medical_images_are_stored_as_in_the_run(tmp_path):
     data = read_folder(tmp_path, image_size=4)
     client = data.client("a")
     preparation = copy(data.describe_client(client).preparation)
-    file = tmp_path / client.files[int(client.train.all_rows[0])]
+    file = tmp_path / client.files[int(client.train.rows[0])]
     assert torch.equal(preparation.store(file)[0], client.train.copy_rows(slice(0, 1)))
 
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation, read_folder
+from fedshift.data.checks.quality import check_data, examine
 from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import diagnose
-from fedshift.diagnosis.quality import check_data, examine
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized

@@ -106,8 +106,8 @@ def test_the_table_compares_each_mask_with_the_true_one(tmp_path):
     assert table.loc["b.nii", ["dice bright", "hd95 mm bright", "assd mm bright"]].tolist() == [1, 0, 0]
     assert table.loc["a.nii", "hd95 mm bright"] > 0
     assert table.status.to_list() == [
-        "predicted", "predicted", "has 60 voxels that are NaN or infinite: give a file that the model takes, float32 [N, 1, 3, 4, 5], numbers as the "
-            "run read them",
+        "predicted", "predicted", "has 60 voxels that are NaN or infinite: give a file that the "
+        "model takes, float32 [N, 1, 3, 4, 5], numbers as the run read them",
         "is no NIfTI file, or is cut short",
     ]  # fmt: skip
     assert {file.name for file in (tmp_path / "out").glob("*.nii.gz")} == {"a.nii.gz", "b.nii.gz"}

@@ -1,7 +1,10 @@
 """Networks of libraries by name, with a module in the place of an installed one; ``make zoo`` has the libraries."""
 
+import importlib.util
 import pickle
+import re
 import sys
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import numpy as np
@@ -13,6 +16,7 @@ from fedshift.config.expressions import trust_only
 from fedshift.config.spec import CompareSpec
 from fedshift.experiments.factory import make_experiment
 from fedshift.models import MODELS, _libraries, make_network
+from fedshift.models.vision import resnet18
 from fedshift.utils.errors import UsageError
 
 
@@ -47,17 +51,21 @@ def test_a_network_is_made_for_the_channels_and_classes_with_its_arguments():
 
 
 def test_what_is_absent_downloads_or_is_not_allowed_is_refused(monkeypatch):
-    monkeypatch.setitem(sys.modules, "segmentation_models_pytorch", None)
-    with pytest.raises(UsageError, match=r"model smp:Unet needs .*: pip install segmentation-models-pytorch"):
-        MODELS.parse("smp:Unet")
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(UsageError, match=r"model hf:bert needs .*: pip install transformers"):
+        MODELS.parse("hf:bert")
     with monkeypatch.context() as patched:
+        patched.delitem(sys.modules, "transformers")
         patched.setattr(_libraries, "import_module", lambda _: (_ for _ in ()).throw(ModuleNotFoundError(name="tqdm")))
         with pytest.raises(UsageError, match=r"model hf:bert needs the package tqdm: pip install tqdm"):
             MODELS.parse("hf:bert")
-    with pytest.raises(UsageError, match="weights is given in another way: write pretrained=True, or give a file of"):
+    with pytest.raises(UsageError, match="weights='DEFAULT': write pretrained=True, or give a file of"):
         MODELS.parse("timm:resnet18(weights='DEFAULT')")
     with pytest.raises(UsageError, match="pretrained='mine': write pretrained=True, or give a file of weights"):
         MODELS.parse("timm:resnet18(pretrained='mine')")
+    monkeypatch.setitem(sys.modules, "transformers", ModuleType("transformers"))
+    with pytest.raises(UsageError, match="pretrained=True: write pretrained=the name of a checkpoint"):
+        MODELS.parse("hf:bert(pretrained=True)")
     with trust_only(()), pytest.raises(UsageError, match="'timm:resnet18' is a function of this machine that nobody"):
         MODELS.parse("timm:resnet18")
 
@@ -95,6 +103,24 @@ def test_weights_that_cannot_be_had_are_refused_before_training():
     experiment, _ = make("timm:resnet18(pretrained=True)")
     with pytest.raises(UsageError, match=r"its pretrained weights cannot be had .*no connection.*bring the cache here"):
         experiment.make_trial("fedavg", 0)
+
+
+GUIDE = (Path(__file__).parents[2] / "docs" / "guide.md").read_text()
+
+
+def test_networks_of_other_libraries_come_by_functions_of_the_guide(monkeypatch):
+    made = {"__name__": "own_networks"}
+    exec(re.search(r"```python\n(# own_networks.py\n.*?)```", GUIDE, re.DOTALL)[1], made)
+    try:
+        import torchvision.models  # noqa: F401
+    except (ImportError, RuntimeError):  # beside another build of torch it fails to start
+        stand_in = ModuleType("torchvision.models")
+        stand_in.resnet18 = lambda weights: resnet18()
+        monkeypatch.setitem(sys.modules, "torchvision", ModuleType("torchvision"))
+        monkeypatch.setitem(sys.modules, "torchvision.models", stand_in)
+        assert make_network(made["resnet"], (3, 32, 32), 4).eval()(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
+    if importlib.util.find_spec("monai"):
+        assert make_network(made["segresnet"], (1, 16, 16), 3).eval()(torch.zeros(2, 1, 16, 16)).shape == (2, 3, 16, 16)
 
 
 class Tokens(nn.Module):

@@ -295,7 +295,7 @@ def test_images_of_any_size_join_a_run_on_patches_without_masks(tmp_path, suffix
     run = load_federation(spec.data, spec)
     found, train = load_unlabeled(flat, spec, run.schema), run.clients[0].train
     assert found.shape == train.shape
-    for number, row in enumerate(train.all_rows.tolist()):
+    for number, row in enumerate(train.rows.tolist()):
         assert torch.equal(found.read_case(row)[0], train.read_case(number)[0])
     if suffix == "nii":
         (flat / "9.nii").write_bytes(b"no volume")

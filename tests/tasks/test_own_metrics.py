@@ -1,6 +1,5 @@
-"""Users' metrics, scorers of scikit-learn, and torchmetrics' interface: values, names, refusals, resumed runs."""
+"""Users' metrics: values, names, refusals, resumed runs."""
 
-import importlib.util
 import math
 import re
 import tomllib
@@ -17,7 +16,7 @@ from fedshift.experiments.restoration import load_experiment
 from fedshift.report.tables import find_reported_rounds, pool_metric
 from fedshift.results.schema import compute_metric, is_lower_better, name_metric, rows_to_frame
 from fedshift.results.summary import read_summary
-from fedshift.tasks import METRICS, Classification, Multilabel, Regression
+from fedshift.tasks import METRICS, Classification, Regression
 from fedshift.utils.errors import FedshiftError, UsageError
 
 
@@ -39,22 +38,6 @@ class Power:
 
     def __call__(self, outputs, targets):
         return (margin(outputs, targets) ** self.power).numpy().tolist()
-
-
-class Recall:
-    """An object with the interface of torchmetrics."""
-
-    higher_is_better = True
-
-    def reset(self):
-        self.hits = self.count = 0
-
-    def update(self, outputs, targets):
-        self.hits += int(((outputs.argmax(1) == 1) & (targets == 1)).sum())
-        self.count += int((targets == 1).sum())
-
-    def compute(self):
-        return torch.tensor(self.hits / self.count) if self.count else torch.tensor(torch.nan)
 
 
 def draw(samples=30, classes=3):
@@ -117,46 +100,15 @@ def test_numbers_come_in_the_unit_of_the_data():
     assert [each.flatten().tolist() for each in seen[0]] == [[10.0] * 3, [12.0] * 3]
 
 
-@pytest.mark.parametrize("classes", [2, 4])
-def test_scorers_of_scikit_learn_are_those_of_its_functions_on_classes(classes):
-    outputs, y = draw(40, classes)
-    share, chosen = outputs.double().softmax(1).numpy(), outputs.argmax(1).numpy()
-    found = {
-        name: measure(Classification(), f"sklearn:{name}", outputs, y)
-        for name in ("balanced_accuracy", "neg_log_loss", "roc_auc" if classes == 2 else "roc_auc_ovr")
-    }
-    area = sk.roc_auc_score(y, share[:, 1]) if classes == 2 else sk.roc_auc_score(y, share, multi_class="ovr")
-    assert list(found.values()) == pytest.approx([sk.balanced_accuracy_score(y, chosen), -sk.log_loss(y, share), area])
+def balanced(outputs, targets):
+    return sk.balanced_accuracy_score(targets, outputs.argmax(1))
 
 
-def test_scorers_are_those_of_its_functions_on_labels_and_numbers():
-    outputs, y = torch.randn(30, 3, generator=torch.Generator().manual_seed(0)), torch.rand(30, 3).round()
-    assert measure(Multilabel(), "sklearn:f1_macro", outputs, y) == pytest.approx(
-        sk.f1_score(y, outputs > 0, average="macro")
-    )
-    assert measure(Multilabel(), "sklearn:average_precision", outputs, y) == pytest.approx(
-        sk.average_precision_score(y, outputs)
-    )
-    for targets in (1, 3):
-        given = outputs[:, :targets], y[:, :targets]
-        assert measure(Regression(), "sklearn:neg_mean_squared_error", *given) == pytest.approx(
-            -sk.mean_squared_error(given[1], given[0])
-        )
-
-
-def test_a_metric_that_is_updated_and_computed_is_torchmetrics():
-    outputs, y = draw()
-    assert measure(Classification(), Recall, outputs, y) == pytest.approx(
-        sk.recall_score(y, outputs.argmax(1), labels=[1], average="macro")
-    )
-    assert math.isnan(measure(Classification(), Recall(), outputs, y * 0))
-    assert not is_lower_better(METRICS.parse(Recall).name)
-
-
-@pytest.mark.skipif(importlib.util.find_spec("torchmetrics") is not None, reason="it is installed")
-def test_an_absent_package_is_named_with_the_fix():
-    with pytest.raises(UsageError, match="needs the package: pip install torchmetrics"):
-        METRICS.parse("torchmetrics:MulticlassF1Score(num_classes=3)")
+def test_a_function_may_call_scikit_learn():
+    outputs, y = draw(40, 4)
+    found = measure(Classification(), balanced, outputs, y)
+    assert found == pytest.approx(sk.balanced_accuracy_score(y, outputs.argmax(1)))
+    assert not is_lower_better(METRICS.parse(balanced).name)
 
 
 def divide(outputs, targets):
@@ -177,7 +129,8 @@ def infinite(outputs, targets):
         (lambda outputs, targets: {"loss": 1.0}, "returned a dict: return one value for each sample"),
         (lambda outputs: 1.0, "takes 1 positional argument but 2 were given"),
         ([margin, lambda outputs, targets: 1.0, lambda outputs, targets: 2.0], "two metrics are called .*lambda"),
-        ("sklearn:balanced", "did you mean 'balanced_accuracy'"),
+        (f"{__name__}:Power(powers=3)", "unknown argument 'powers'; .*power"),
+        (f"{__name__}:margin(wide=3)", "unknown argument 'wide'; .*lower_is_better"),
         ("no.module:at_all", "No module named 'no'"),
     ],
 )  # fmt: skip

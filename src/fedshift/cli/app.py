@@ -257,8 +257,8 @@ def list_(what: Literal["methods", "models", "data", "policies", "metrics", "cap
     """List methods, models, data and policies for new clients, metrics, or what each method needs and does.
 
     Args:
-        what: Kind of names to list, by default all but metrics, those of libraries among them, and capabilities, a
-            table of what each method needs, sends and keeps on clients.
+        what: Kind of names to list, by default all but metrics, and capabilities, a table of what each method needs,
+            sends and keeps on clients.
 
     """
     console = make_console()

@@ -34,13 +34,6 @@ from ..tasks.segmentation import SURFACE_METRICS
 from ..utils.errors import UsageError
 from ..utils.words import join_some
 
-LIBRARY_METRICS = {
-    "package.module:function": "Your own function of outputs and targets, or a class that is updated with them.",
-    "sklearn:NAME": "A scorer of scikit-learn, such as sklearn:f1_macro.",
-    "torchmetrics:NAME(...)": "A metric of torchmetrics, such as torchmetrics:MulticlassF1Score(num_classes=10).",
-}
-"""Metrics that have no name of their own here."""
-
 
 def describe_source(data: Federation) -> Iterator[RenderableType]:
     """Yield the content of a federation: clients and their splits, samples of each class, and a table's columns."""
@@ -139,8 +132,7 @@ def tabulate_metrics() -> Table:
     for metric in map(METRICS.parse, METRICS.names()):
         summary = (inspect.getdoc(metric) or "").partition("\n\n")[0].replace("\n", " ").replace("``", "")
         table.add_row(metric.name, ", ".join(metric.tasks) or "all", Text(summary))
-    for name, summary in LIBRARY_METRICS.items():
-        table.add_row(name, "all", Text(summary))
+    table.add_row("package.module:function", "all", "Your own function of outputs and targets.")
     return table
 
 

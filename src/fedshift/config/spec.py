@@ -175,8 +175,8 @@ class TrialSpec:
     'segmentation(surface=True)' also surface_distance or hausdorff95; of several labels, f1, auc or exact_match; of
     regression, rmse, mae or r2; of survival, c_index. The report page has all of them. On request, of classification
     also f1 (the mean over classes), top_k(k=5), brier, ece (expected calibration error) and average_precision, which
-    several labels have too; of any task sklearn:SCORER, torchmetrics:CLASS(...) or your own function of outputs and
-    targets, package.module:function(lower_is_better=True)."""
+    several labels have too; of any task your own function of outputs and targets,
+    package.module:function(lower_is_better=True)."""
 
     metrics: Annotated[Several | None, Expression("tasks:METRICS"), Parameter(group=MEASURING)] = None
     """Further metrics to count and show, comma-separated: those that metric has on request."""
@@ -340,10 +340,9 @@ class Spec(DataSpec, TrialSpec):
     """Network by name (see `fedshift list models`), optionally with arguments, unet(width=32), or your own function,
     package.module:function, called with the shape of a sample and the number of classes; if its network returns
     several outputs, take_output(package.module:function, output='logits'). Or a network of an installed library, with
-    random weights: timm:resnet18, torchvision:resnet18, monai:SegResNet, smp:Unet, hf:resnet; or with the library's
-    weights, timm:resnet18(pretrained=True), and images scaled as these weights need. auto is unet-small for masks,
-    small-cnn for other images, resnet-1d for signals [C, L] and abide-mlp for other samples. In Python also such a
-    function."""
+    random weights: timm:resnet18, hf:resnet; or with the library's weights, timm:resnet18(pretrained=True), and images
+    scaled as these weights need. auto is unet-small for masks, small-cnn for other images, resnet-1d for signals
+    [C, L] and abide-mlp for other samples. In Python also such a function."""
 
     weights: Annotated[Any, Parameter(group=MODEL)] = None
     """File with the initial weights of every network, in place of random ones: a state dictionary, as .safetensors or

@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pandas as pd
 import torch
-from torch import Tensor
 
 from ..utils.csv_cells import unescape_cell
 from ..utils.errors import UsageError
@@ -39,42 +38,38 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
 
     ``domain`` and ``source`` are the client and split in ``data`` that the sample comes from; ``row`` is its index
     there. ``client`` is a name, or a prefix followed by ``*`` that matches all clients that share the sample. Changes
-    depend only on labels and names, so sample indices can be tracked through the split.
+    depend only on labels and names, so they are made of samples that are their own numbers.
     """
-    domains, sources, starts, clients = [], [], [0], []
-    for client in data.clients:
-        parts = {}
-        for name, split in client.splits.items():
-            domains.append(client.name)
-            sources.append(name)
-            starts.append(starts[-1] + len(split))
-            parts[name] = Samples(x=torch.arange(*starts[-2:])[:, None], y=split.y, group=split.group)
-        clients.append(ClientData.from_splits(client.name, parts))
-    shadow = replace(data, clients=tuple(clients))
+    origin = _list_origins(data)
+    numbers = torch.arange(len(origin))[:, None]
+    places = iter(torch.split(torch.arange(len(origin)), list(map(len, data.named_splits().values()))))
+
+    def number(split: Samples) -> Samples:
+        return Samples(x=numbers, y=split.y, rows=next(places), group=split.group)
+
+    clients = [c.with_splits({name: number(split) for name, split in c.splits.items()}) for c in data.clients]
+    changed = replace(data, clients=tuple(clients))
     for change in changes:
-        shadow = change(shadow)
-    users: dict[int, list[str]] = {}
-    for client in shadow.clients:
+        changed = change(changed)
+    users: dict[Samples, list[str]] = {}
+    for client in changed.clients:
         for split in client.splits.values():
-            users.setdefault(id(split), []).append(client.name)
-    stands_for = {key: _abbreviate(names, shadow.names) for key, names in users.items()}
-    blocks: dict[tuple[str, str], Tensor] = {}
-    for client in shadow.clients:
-        for name, split in client.splits.items():
-            who = stands_for[id(split)] or client.name
-            if (who, name) not in blocks:
-                blocks[who, name] = split.x[:, 0]
-    sizes = [len(block) for block in blocks.values()]
-    address = torch.cat(list(blocks.values())).numpy()
-    origin = np.searchsorted(starts, address, side="right") - 1
-    return pd.DataFrame(
-        {
-            "client": np.repeat([client for client, _ in blocks], sizes),
-            "split": np.repeat([split for _, split in blocks], sizes),
-            "domain": np.array(domains, dtype=object)[origin],
-            "source": np.array(sources, dtype=object)[origin],
-            "row": address - np.array(starts)[origin],
-        }
+            users.setdefault(split, []).append(client.name)
+    blocks = {
+        (_abbreviate(users[split], changed.names) or client.name, name): split.rows.numpy()
+        for client in changed.clients
+        for name, split in client.splits.items()
+    }
+    tables = [origin.iloc[rows].assign(client=who, split=name) for (who, name), rows in blocks.items()]
+    return pd.concat(tables, ignore_index=True)[COLUMNS]
+
+
+def _list_origins(data: Federation) -> pd.DataFrame:
+    """Return a table with a row ``domain source row`` for every sample of ``data``, in order."""
+    splits = [(client.name, name, len(split)) for client in data.clients for name, split in client.splits.items()]
+    return pd.concat(
+        [pd.DataFrame({"domain": domain, "source": name, "row": np.arange(size)}) for domain, name, size in splits],
+        ignore_index=True,
     )
 
 
@@ -95,19 +90,19 @@ def _read_assignment(data: Federation, path: Path) -> Federation:
     if table["row"].dtype.kind != "i" or not set(table["split"]) <= set(SPLITS):
         raise UsageError(f"{path}: rows must be whole numbers, and splits one of {', '.join(SPLITS)}")
     table = table.assign(client=table["client"].map(unescape_cell), domain=table["domain"].map(unescape_cell))
-    own: dict[str, dict[str, Samples]] = {}
     origins = _read_origins(data, table, path)
+    splits: dict[str, dict[str, Samples]] = {}
     for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
-        own.setdefault(str(client), {})[str(split)] = _gather(origins, wanted)
-    shared = {name.removesuffix("*"): own.pop(name) for name in list(own) if name.endswith("*")}
+        splits.setdefault(str(client), {})[str(split)] = _gather(origins, wanted)
+    shared = {name.removesuffix("*"): splits.pop(name) for name in list(splits) if name.endswith("*")}
     clients = []
-    for name, parts in own.items():
+    for name, parts in splits.items():
         for start, common in shared.items():
             parts = {**common, **parts} if name.startswith(start) else parts
         if not {"train", "test"} <= parts.keys():
             raise UsageError(f"{path}: client {name!r} has {' and '.join(parts)} samples; it needs train and test")
         clients.append(ClientData.from_splits(name, parts))
-    return replace(data, clients=tuple(clients))
+    return replace(data, clients=tuple(clients)).tell_shared_tests()
 
 
 def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tuple[str, str], Samples]:
@@ -127,18 +122,15 @@ def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tup
         found[str(domain), str(source)] = origin
     if table.drop_duplicates(COLUMNS[:4]).groupby(COLUMNS[:2]).size().max() == 1:  # nothing is joined
         return found
-    kinds: dict[object, list[tuple[str, str]]] = {}
-    for key, split in found.items():
-        kinds.setdefault((split.shape, split.dtype, split.normalization, split.lazy), []).append(key)
-    for keys in kinds.values():
-        distinct = list({id(found[key]): found[key] for key in keys}.values())
-        joined, start = join_samples(distinct), 0
-        parts = {}
-        for split in distinct:
-            parts[id(split)] = joined.take(torch.arange(start, start + len(split)))
-            start += len(split)
-        found |= {key: parts[id(found[key])] for key in keys}
-    return found
+    kinds: dict[object, dict[Samples, None]] = {}
+    for split in found.values():
+        kinds.setdefault((split.shape, split.dtype, split.normalization, split.lazy), {})[split] = None
+    shared: dict[Samples, Samples] = {}
+    for splits in kinds.values():
+        joined = join_samples(list(splits))
+        places = torch.split(torch.arange(len(joined)), list(map(len, splits)))
+        shared.update(zip(splits, map(joined.take, places), strict=True))
+    return {key: shared[split] for key, split in found.items()}
 
 
 def _gather(origins: Mapping[tuple[str, str], Samples], wanted: pd.DataFrame) -> Samples:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from .samples import Samples, digest_each
+from .samples import Samples, digest_each, number_rows
 
 MANY_NUMBERS = 32
 """Least numbers per sample for equal samples to count as copies; with fewer, two people can have the same values."""
@@ -25,31 +25,29 @@ def number_samples(parts: Mapping[str, Samples]) -> dict[str, NDArray[np.int64]]
 
     Every sample is read once, unless reading it draws at random; then only its store and row tell.
     """
-    starts: dict[int, int] = {}
-    end = 0
-    for part in parts.values():
-        if id(part.store) not in starts:
-            starts[id(part.store)] = end
-            end += len(part.store)
-    numbers = {name: starts[id(part.store)] + part.all_rows.cpu().numpy() for name, part in parts.items()}
+    rows = torch.split(number_rows(list(parts.values())), list(map(len, parts.values())))
+    numbers = {name: own.cpu().numpy() for name, own in zip(parts, rows, strict=True)}
+    end = 1 + max((int(own.max(initial=-1)) for own in numbers.values()), default=-1)
     known: dict[bytes, int] = {}
     same, read = np.arange(end), np.zeros(end, bool)
     for name, part in parts.items():
-        transformed = part.draws and part.patches is None
-        if transformed or prod(part.whole_shape) < MANY_NUMBERS:
+        if (part.draws and part.patches is None) or prod(part.whole_shape) < MANY_NUMBERS:
             continue
-        fresh, first = np.unique(numbers[name], return_index=True)
-        first, whole = first[~read[fresh]], f"{part.whole_shape}{part.dtype}".encode()
+        unread = np.flatnonzero(~read[numbers[name]])
+        fresh, first = np.unique(numbers[name][unread], return_index=True)
         read[fresh] = True
+        form = f"{part.whole_shape}{part.dtype}".encode()
         for piece in part.pieces(len(first)):
-            x = np.ascontiguousarray(part.copy_rows(torch.from_numpy(first[piece])).cpu().numpy())
-            for number, digest, each in zip(numbers[name][first[piece]].tolist(), digest_each(x), x, strict=True):
-                if x.ndim < 3 or (each.reshape(len(each), -1) != each.reshape(len(each), -1)[:, :1]).any():
-                    same[number] = known.setdefault(whole + digest.tobytes(), number)
-    return {name: same[of] for name, of in numbers.items()}
+            x = part.copy_rows(torch.from_numpy(unread[first[piece]])).cpu().numpy()
+            flat = x.reshape(*x.shape[:2], -1)
+            blank = (flat == flat[:, :, :1]).all(axis=(1, 2)) & (x.ndim > 2)
+            digests = digest_each(np.ascontiguousarray(x))
+            for number, digest in zip(fresh[piece][~blank].tolist(), digests[~blank], strict=True):
+                same[number] = known.setdefault(form + digest.tobytes(), number)
+    return {name: same[own] for name, own in numbers.items()}
 
 
 def count_copies(parts: Mapping[str, Samples]) -> int:
     """Return how often the most frequent sample occurs in ``parts``; 0 for none."""
-    counts = np.unique(np.concatenate([np.empty(0, np.int64), *number_samples(parts).values()]), return_counts=True)[1]
-    return int(counts.max(initial=0))
+    numbers = [np.empty(0, np.int64), *number_samples(parts).values()]
+    return int(np.bincount(np.concatenate(numbers)).max(initial=0))

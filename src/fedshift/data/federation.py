@@ -204,12 +204,13 @@ class Federation:
         """Return what samples and targets mean, with the scaling of ``client``."""
         splits = {where: split for where, split in self.named_splits().items() if len(split)}
         scaling = client.train.normalization
+        rows = isinstance(scaling, FeatureScaling)  # of a table, raw
         preparation = Preparation(
             shape=client.train.shape,
-            dtype=str(client.train.dtype).removeprefix("torch."),
+            dtype=str(torch.float64 if rows else client.train.dtype).removeprefix("torch."),
             decoding=client.decoding,
             scaling=scaling,
-            columns=self.columns if isinstance(scaling, FeatureScaling) else (),
+            columns=self.columns if rows else (),
             values=() if self.inputs else tuple(sorted(set(name_scales(splits).values()))),
             inputs=self.inputs,
             patched=client.train.patches is not None,

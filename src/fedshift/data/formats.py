@@ -1,4 +1,4 @@
-"""File formats of published data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM, plain text and .npz.
+"""File formats of published data as NumPy arrays: IDX, MATLAB's .mat, LIBSVM and .npz.
 
 A file may be plain or compressed with gzip or bzip2, which its first bytes (not its name) show. IDX is defined by the
 publishers of MNIST (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN's "format 2"
@@ -181,22 +181,3 @@ def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
     with explain_errors(path, "LIBSVM text"), decompress(path) as file:
         x, y = load_svmlight_file(file, n_features=features, zero_based=False)
         return x.toarray(), y
-
-
-def read_table(path: Path, columns: int) -> Numbers:
-    """Return a text file of numbers as ``[N, columns]``; raise :class:`UsageError` if the number of columns differs."""
-    with explain_errors(path, "a table of numbers"), decompress(path) as file:
-        table = np.loadtxt(file, ndmin=2)
-    if table.shape[1] != columns:
-        raise UsageError(f"{path} has {table.shape[1]} columns where {columns} were expected: get it again")
-    return table
-
-
-def to_gray_levels(fractions: Numbers, where: Path | str) -> Bytes:
-    """Round brightness in [0, 1] to 256 gray levels; raise :class:`UsageError` for other values."""
-    if fractions.size and not (fractions.min() >= 0 and fractions.max() <= 1):
-        raise UsageError(
-            f"{where} holds pixels from {fractions.min():g} to {fractions.max():g}, expected were 0 to 1: get it again"
-        )
-    levels: Bytes = np.rint(255 * fractions).astype(np.uint8)
-    return levels

@@ -88,11 +88,17 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
 
 
 def require_held(x: Array, where: str) -> None:
-    """Raise :class:`UsageError` for numbers of ``x [N, ...]`` beyond the floats of 32 bits that networks hold."""
+    """Raise :class:`UsageError` for numbers of ``x [N, ...]`` beyond the floats of 32 bits that networks compute with.
+
+    Integers of 64 bits are no such numbers, unless they are unsigned.
+    """
     most = float(np.finfo(np.float32).max)
-    if x.dtype.kind != "f" or x.dtype.itemsize < 8 or not x.size:
+    if x.dtype.itemsize < 8 or not x.size:
         return
-    if max(np.fmax.reduce(x, axis=None), -np.fmin.reduce(x, axis=None)) > most:
+    if x.dtype.kind != "f":
+        if x.dtype != np.int64 and x.max() > 2**53:
+            raise UsageError(f"{where}: integers up to {x.max()}, beyond the {2**53} of floats: number them from 0")
+    elif max(np.fmax.reduce(x, axis=None), -np.fmin.reduce(x, axis=None)) > most:
         beyond = np.argwhere(np.isfinite(x) & (np.abs(x) > most))
         if len(beyond):  # else infinite, which every check of samples names
             values = ", ".join(f"{x[tuple(place)]:g}" for place in beyond[:3])

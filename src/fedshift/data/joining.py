@@ -95,7 +95,7 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
                     "leave it out, or rename it"
                 )
         number = torch.tensor([theirs.index(match) for match in matched.values() if match is not None])
-        data = data.map_splits(lambda split: split.relabel(number))
+        data = data.map_splits(lambda split: split.with_targets(number[split.y]))
         respelled = [f"{name!r} is read as {match!r}" for name, match in matched.items() if match != name]
         if respelled:
             told = f"{data.name}: classes are spelled as those of {whose.removesuffix(',')}: {join_some(respelled)}"

@@ -352,8 +352,8 @@ def _partition(
     def change(data: Federation) -> Federation:
         wholes = [(data.pool().clients[0], "")] if within == "all" else [(c, f"{c.name}-") for c in data.clients]
         for whole, _ in wholes:
-            if int(whole.train.distinct_rows.max()) + 1 < len(whole.train):
-                repeated = (c.name for c in data.clients if int(c.train.distinct_rows.max()) + 1 < len(c.train))
+            if len(torch.unique(whole.train.rows)) < len(whole.train):
+                repeated = (c.name for c in data.clients if len(torch.unique(c.train.rows)) < len(c.train))
                 raise UsageError(
                     f"{name}(clients={clients}): samples of client {next(repeated, data.names[0])!r} are repeated, and "
                     "several clients would have copies: put repeat() after it"

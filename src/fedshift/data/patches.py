@@ -17,7 +17,7 @@ window's center with a deviation of 1/8 of its size, and at least :data:`LEAST`.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -58,6 +58,10 @@ class Patches:
     def whole(cls, size: Size, places: Size, rows: int, *, resized: Size = ()) -> Patches:
         """Return patches of a store whose ``rows`` are all of ``places`` voxels."""
         return cls(size, np.tile(np.array(places, np.int64), (rows, 1)), resized)
+
+    def take(self, rows: Tensor) -> Patches:
+        """Return the patches of a store that has only these ``rows``, int64 ``[N]``."""
+        return replace(self, extents=self.extents[rows.numpy()])
 
     def draw(self, rows: Sequence[int], masks: Sequence[Tensor], key: tuple[Key, ...]) -> NDArray[np.int64]:
         """Return the first voxel of a patch of each case, int64 ``[B, axes]``.

@@ -10,8 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from hashlib import blake2b
+from itertools import zip_longest
 from math import prod
 from typing import Any
 
@@ -39,7 +40,7 @@ class Samples:
 
     ``x`` is a tensor, or a store that reads samples on demand (``lazy``). Targets have the form of the federation's
     task: a class (int64 ``[N]``), a mask (uint8 ``[N, H, W]``), or numbers.
-    ``rows`` (int64 ``[N]``): indices of these samples in ``x`` if splits share one array; None: all, in order.
+    ``rows`` (int64 ``[N]``): rows of these samples in ``x`` (None: all, in order); copies of a sample have one row.
     ``normalization``: scaling of uint8 images when a batch is taken, or how a table's rows were scaled.
     ``group`` (int64 ``[N]``): number of each sample's group (such as a patient), which no split divides, equal only for
     samples of one group in all of a federation; below 0: of a group that only this split has; None: no groups.
@@ -50,8 +51,9 @@ class Samples:
         self, *, x: Tensor | LazyStore, y: Tensor, rows: Tensor | None = None, normalization: Scaling = HALF,
         group: Tensor | None = None, patches: Patches | None = None,
     ) -> None:  # fmt: skip
-        self.store, self.y, self.rows, self.normalization, self.group = x, y, rows, normalization, group
-        self.patches = patches
+        self.store, self.y, self.normalization, self.group, self.patches = x, y, normalization, group, patches
+        self.rows = torch.arange(len(x), device=y.device) if rows is None else rows
+        self._all = rows is None
 
     def __len__(self) -> int:
         return self.y.shape[0]  # Tensor.__len__ takes ten times as long
@@ -71,7 +73,7 @@ class Samples:
             raise UsageError(
                 f"{self.store.where}: these samples are read in batches, and are not put into memory whole"
             )
-        return self.store if self.rows is None else self.store[self.rows]
+        return self.store if self._all else self.store[self.rows]
 
     @property
     def lazy(self) -> bool:
@@ -106,32 +108,13 @@ class Samples:
     @property
     def address(self) -> Hashable:
         """Value that is equal for splits with the same samples and targets in memory."""
-        tensors = [self.y, *(() if self.rows is None else (self.rows,))]
-        if isinstance(self.store, Tensor):
-            tensors.insert(0, self.store)
-        own = id(self.store) if isinstance(self.store, LazyStore) else None
-        return own, tuple((tensor.data_ptr(), tensor.shape, tensor.stride()) for tensor in tensors)
-
-    @property
-    def all_rows(self) -> Tensor:
-        """The row in the store of each sample, int64 ``[N]``; copies of a sample have the same row."""
-        return torch.arange(len(self)) if self.rows is None else self.rows
-
-    @property
-    def distinct_rows(self) -> Tensor:
-        """Number of each sample, from 0 in order of first occurrence (int64 ``[N]``); copies share a number."""
-        if self.rows is None:
-            return torch.arange(len(self))
-        _, first, number = np.unique(self.rows.numpy(), return_index=True, return_inverse=True)
-        return torch.from_numpy(first.argsort().argsort()[number])
+        kept = self.store, self.y, None if self._all else self.rows
+        return tuple((x.data_ptr(), x.shape, x.stride()) if isinstance(x, Tensor) else x for x in kept)
 
     @property
     def units(self) -> Tensor:
         """Number of what each sample moves with, from 0 (int64 ``[N]``): its group, or else its copies."""
-        if self.group is None:
-            return self.distinct_rows
-        _, number = torch.unique(self.group, return_inverse=True)
-        return torch.as_tensor(number)
+        return number_distinct(self.rows)[0] if self.group is None else torch.unique(self.group, return_inverse=True)[1]
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -149,25 +132,17 @@ class Samples:
 
     def take(self, index: Tensor) -> Samples:
         """Return the samples at ``index`` (int64), in that order; the array is shared, not copied."""
-        rows = index if self.rows is None else self.rows[index]
         group = None if self.group is None else self.group[index]
-        return self._replace(y=self.y[index], rows=rows, group=group)
+        return self._replace(y=self.y[index], rows=self.rows[index], group=group)
 
     def _replace(self, **fields: Any) -> Samples:
         """Return these samples with other arguments of :class:`Samples`."""
-        own = {name: getattr(self, name) for name in ("y", "rows", "normalization", "group", "patches")}
-        return Samples(**{"x": self.store, **own, **fields})
+        own = {name: getattr(self, name) for name in ("y", "normalization", "group", "patches")}
+        return Samples(**{"x": self.store, "rows": None if self._all else self.rows, **own, **fields})
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
         """Return a copy of the stored samples at ``index``."""
-        rows = self._find_rows(index)
-        return read_rows(self.store, rows) if isinstance(rows, Tensor) else self.store[rows].clone()  # type: ignore[index]
-
-    def _find_rows(self, index: Tensor | slice) -> Tensor | slice:
-        """Return the rows of the store for ``index``; for a lazy store, as a tensor."""
-        if self.lazy and isinstance(index, slice):
-            index = torch.arange(*index.indices(len(self)))
-        return index if self.rows is None else self.rows[index]
+        return read_rows(self.store, self.rows[index])
 
     def read(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
         """Return a copy of the samples at ``index``, patches if there are any; lazy samples are checked now.
@@ -185,13 +160,12 @@ class Samples:
         """Return the number of each sample at ``index``, and the first voxel of its patch ``[B, axes]``."""
         assert self.patches is not None
         numbers = torch.arange(len(self))[index].tolist() if isinstance(index, slice) else index.tolist()
-        rows = numbers if self.rows is None else self.rows[torch.tensor(numbers, dtype=torch.int64)].tolist()
-        return numbers, self.patches.draw(rows, [self.y[number] for number in numbers], key)
+        return numbers, self.patches.draw(self.rows[index].tolist(), [self.y[number] for number in numbers], key)
 
     def take_case(self, number: int) -> Samples:
         """Return a case without its padding as one sample."""
         assert self.patches is not None
-        row = number if self.rows is None else int(self.rows[number])
+        row = int(self.rows[number])
         x = self.patches.crop(self._read_whole(slice(number, number + 1)), row)
         return Samples(x=x, y=self.patches.crop(self.y[number][None], row), normalization=self.normalization)
 
@@ -202,10 +176,11 @@ class Samples:
 
     def _read_whole(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
         """Return a copy of the stored samples at ``index``; lazy samples are checked now."""
-        rows = self._find_rows(index)
-        if isinstance(self.store, LazyStore) and isinstance(rows, Tensor):
-            return self.store.read_finite(rows, key)
-        return self.copy_rows(index)
+        return (
+            self.store.read_finite(self.rows[index], key)
+            if isinstance(self.store, LazyStore)
+            else self.copy_rows(index)
+        )
 
     def pieces(self, count: int | None = None) -> Iterator[slice]:
         """Yield slices that cover all samples, or ``count`` of them, in order, each small enough to read at once."""
@@ -260,10 +235,6 @@ class Samples:
         parts = [self.patches.cut(self.y[n], place, IGNORED) for n, place in zip(numbers, places, strict=True)]
         return torch.stack(parts) if parts else self.y.new_empty(0, *self.patches.size)
 
-    def relabel(self, labels: Tensor) -> Samples:
-        """Return the same samples with each label k replaced by ``labels[k]``."""
-        return self.with_targets(labels.to(self.y.device)[self.y])
-
     def with_samples(self, x: Tensor | LazyStore, normalization: Scaling | None = None) -> Samples:
         """Return the same selection of samples from another array of the same length."""
         return self._replace(x=x, normalization=normalization or self.normalization)
@@ -274,7 +245,8 @@ class Samples:
 
     def copy_alone(self) -> Samples:
         """Return the same samples, without groups, in an array that has no others."""
-        return self._replace(x=self.x, rows=None, group=None, patches=_join_patches([(self, self.all_rows.numpy())]))
+        patches = self.patches and self.patches.take(self.rows)
+        return self._replace(x=self.x, rows=None, group=None, patches=patches)
 
     def read_all(self) -> Iterator[Tensor]:
         """Yield copies of all stored samples, some at a time ``[n, ...]``, without padding."""
@@ -289,7 +261,7 @@ class Samples:
 
     def to(self, device: torch.device) -> Samples:
         """Return the same samples on ``device``."""
-        rows = None if self.rows is None else self.rows.to(device)
+        rows = None if self._all else self.rows.to(device)
         group = None if self.group is None else self.group.to(device)
         return self._replace(x=self.store.to(device), y=self.y.to(device), rows=rows, group=group)
 
@@ -297,9 +269,8 @@ class Samples:
         """Raise :class:`UsageError`, with ``where`` in front, unless samples and targets can be used for training."""
         if len(self) == 0:
             raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
-        samples = len(self.store if self.rows is None else self.rows)
-        if samples != len(self.y):
-            raise UsageError(f"{where}: {samples} samples but {len(self.y)} labels; both must be equal")
+        if len(self.rows) != len(self.y):
+            raise UsageError(f"{where}: {len(self.rows)} samples but {len(self.y)} labels; both must be equal")
         task.check_targets(self.y, self.whole_shape, classes, where)
         if self.lazy:  # others are checked when they are read
             try:
@@ -338,19 +309,17 @@ def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
 
     All samples must have the same type and shape.
     """
-    first = parts[0].store
-    if all(part.store is first and part.rows is not None for part in parts):
-        rows = [part.rows[index] for part, index in zip(parts, indices, strict=True)]  # type: ignore[index]
-        return (
-            first.index_select(0, torch.cat(rows)) if isinstance(first, Tensor) else first.read_finite(torch.cat(rows))
-        )
+    first, rows = parts[0].store, [part.rows[index] for part, index in zip(parts, indices, strict=True)]
+    if all(part.store is first for part in parts):
+        joined = torch.cat(rows)
+        return first.index_select(0, joined) if isinstance(first, Tensor) else first.read_finite(joined)
     if not isinstance(first, Tensor) or any(part.lazy for part in parts):
         return torch.cat([part.read(index, ()) for part, index in zip(parts, indices, strict=True)])
     gathered = first.new_empty(sum(map(len, indices)), *first.shape[1:])
     slots = torch.split(gathered, [len(index) for index in indices])
-    for part, index, slot in zip(parts, indices, slots, strict=True):
+    for part, own, slot in zip(parts, rows, slots, strict=True):
         assert isinstance(part.store, Tensor)
-        torch.index_select(part.store, 0, index if part.rows is None else part.rows[index], out=slot)
+        torch.index_select(part.store, 0, own, out=slot)
     return gathered
 
 
@@ -364,12 +333,32 @@ def are_alike(parts: Sequence[Samples]) -> bool:
 
 def count_bytes(parts: Iterable[Samples]) -> int:
     """Return the number of bytes of the samples in ``parts``; shared arrays count once, lazy samples count 0."""
-    stores = {id(part.store): part.store for part in parts}
-    return sum(store.nbytes for store in stores.values() if isinstance(store, Tensor))
+    return sum(store.nbytes for store in {part.store for part in parts} if isinstance(store, Tensor))
+
+
+def number_rows(parts: Sequence[Samples], *keys: Hashable) -> Tensor:
+    """Return the number of each sample of all ``parts``, int64 ``[N]``; equal numbers are one row of one store.
+
+    Rows are counted through the stores, one after another. ``keys``: of each part; rows under other keys differ.
+    """
+    starts: dict[Hashable, int] = {}
+    end, rows = 0, []
+    for part, key in zip_longest(parts, keys):
+        if (part.store, key) not in starts:
+            starts[part.store, key] = end
+            end += len(part.store)
+        rows.append(starts[part.store, key] + part.rows)
+    return torch.cat(rows) if rows else torch.empty(0, dtype=torch.int64)
+
+
+def number_distinct(values: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the number of each value, from 0 in order of first occurrence, and the places of these occurrences."""
+    _, first, number = np.unique(values.cpu().numpy(), return_index=True, return_inverse=True)
+    return torch.from_numpy(first.argsort().argsort()[number]), torch.from_numpy(np.sort(first))
 
 
 def join_samples(parts: Sequence[Samples]) -> Samples:
-    """Concatenate the samples of ``parts``; duplicate splits are skipped.
+    """Concatenate the samples of ``parts``; duplicate splits are skipped, and copies remain one row of one store.
 
     Parts that share an array continue to share it. If types or normalizations differ, network inputs are concatenated.
     Raises :class:`UsageError` if shapes differ.
@@ -379,33 +368,38 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
         raise UsageError(
             f"samples of shapes {shapes[0]} and {shapes[1]} cannot be put together: bring all to one shape"
         )
-    distinct = list({id(part): part for part in parts}.values())
-    if len(distinct) == 1:
-        return distinct[0]
-    distinct = _extend_alike(distinct)
-    first, y = distinct[0], torch.cat([part.y for part in distinct])
-    group = _join_groups(distinct)
-    if all(part.store is first.store and part.normalization == first.normalization for part in distinct):
-        rows = torch.cat([part.all_rows for part in distinct])
-        return first._replace(y=y, rows=rows, group=group)
-    kinds = {(part.dtype, part.normalization) for part in distinct}
-    if any(part.lazy for part in distinct):
-        if len(kinds) > 1:
+    parts = _extend_alike(list(dict.fromkeys(parts)))
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    rows, stores = number_rows(parts, *(part.normalization for part in parts)), dict.fromkeys(p.store for p in parts)
+    joined = first._replace(y=torch.cat([part.y for part in parts]), rows=rows, group=_join_groups(parts))
+    alike = len({(part.dtype, part.normalization) for part in parts}) == 1
+    if alike and len(stores) == 1:
+        return joined
+    if any(part.lazy for part in parts):
+        if not alike:
             raise UsageError(
                 "lazy samples of different types or scalings cannot be put together: give all clients one type and one "
                 "scaling ({})",
                 Ref(normalize="half"),
             )
-        stores = list({id(part.store): part.store for part in distinct}.values())
-        starts = dict(zip(map(id, stores), np.cumsum([0, *map(len, stores)]).tolist(), strict=False))
-        rows = torch.cat([starts[id(part.store)] + part.all_rows for part in distinct])
-        patches = _join_patches([(part, ...) for part in {id(part.store): part for part in distinct}.values()])
-        return first._replace(x=JoinedStore(stores), y=y, rows=rows, group=group, patches=patches)
-    once, rows_N = _keep_once(distinct)
-    x = torch.cat([part.scale(part.copy_rows(slice(None))) if len(kinds) > 1 else part.x for part in once])
-    normalization = HALF if len(kinds) > 1 else first.normalization
-    patches = _join_patches([(part, part.all_rows.numpy()) for part in once])
-    return Samples(x=x, y=y, rows=rows_N, normalization=normalization, group=group, patches=patches)
+        leads = {part.store: part.patches for part in reversed(parts)}
+        return joined._replace(x=JoinedStore(list(stores)), patches=_join_patches([leads[store] for store in stores]))
+    number, places = number_distinct(rows)
+    once = [part.take(own) for part, own in zip(parts, _divide(places, parts), strict=True)]
+    x = torch.cat([part.x if alike else part.scale(part.x) for part in once])
+    patches = _join_patches([part.patches and part.patches.take(part.rows) for part in once])
+    whole = number if len(number) > len(places) else None
+    return joined._replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
+
+
+def _divide(places: Tensor, parts: Sequence[Samples]) -> list[Tensor]:
+    """Return which samples of each part are at ``places``, ascending, of all ``parts`` one after another."""
+    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
+    edges = torch.searchsorted(places, ends).tolist()
+    starts = [0, *ends.tolist()]
+    return [own - start for own, start in zip(places.tensor_split(edges[:-1]), starts, strict=False)]
 
 
 def _extend_alike(parts: list[Samples]) -> list[Samples]:
@@ -413,17 +407,14 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
     if len({part.whole_shape for part in parts}) < 2:
         return parts
     size = tuple(max(lengths) for lengths in zip(*(part.whole_shape[1:] for part in parts), strict=True))
-    enlarge = partial(extend, size=size)
-    stores = {id(part.store): map_store(part.store, enlarge) for part in parts}
-    return [part._replace(x=stores[id(part.store)], y=extend(part.y, size, IGNORED)) for part in parts]
+    enlarge = cache(lambda store: map_store(store, partial(extend, size=size)))  # once for each store
+    return [part._replace(x=enlarge(part.store), y=extend(part.y, size, IGNORED)) for part in parts]
 
 
-def _join_patches(parts: Sequence[tuple[Samples, Any]]) -> Patches | None:
-    """Return the patches of a store that has the given rows of each part's store, one part after another."""
-    each = [(part.patches, rows) for part, rows in parts if part.patches is not None]
-    if not each:
-        return None
-    return replace(each[0][0], extents=np.concatenate([own.extents[rows] for own, rows in each]))
+def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
+    """Return the patches of a store that has the rows of several, one after another."""
+    some = [each for each in patches if each is not None]
+    return replace(some[0], extents=np.concatenate([each.extents for each in some])) if some else None
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
@@ -441,35 +432,12 @@ def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
     return torch.cat(numbers)
 
 
-def _keep_once(parts: Sequence[Samples]) -> tuple[Sequence[Samples], Tensor | None]:
-    """Return samples that hold each row of the stores of ``parts`` once, and the row of each sample in their sequence.
-
-    Copies therefore stay rows of one store and are recognized. None: there are no copies, and the order is as in
-    ``parts``.
-    """
-    groups: dict[tuple[int, Scaling], list[int]] = {}
-    for number, part in enumerate(parts):
-        groups.setdefault((id(part.store), part.normalization), []).append(number)
-    once, places, start = [], [torch.empty(0)] * len(parts), 0
-    for members in groups.values():
-        rows = torch.cat([parts[number].all_rows for number in members])
-        distinct, place = torch.unique(rows, return_inverse=True)
-        lead = parts[members[0]]
-        y = lead.y.new_zeros((len(distinct), *lead.y.shape[1:]))
-        once.append(lead._replace(y=y, rows=distinct, group=None))
-        sizes = [len(parts[number]) for number in members]
-        for number, own in zip(members, torch.split(place + start, sizes), strict=True):
-            places[number] = own
-        start += len(distinct)
-    return (parts, None) if start == sum(map(len, parts)) else (once, torch.cat(places))
-
-
 def digest_samples(split: Samples) -> tuple[str, str]:
     """Return digests of all samples, before and after a table was scaled, and of all targets, in their order.
 
     Each has 16 hexadecimal digits. Lazy samples have the digest of :meth:`~fedshift.data.stores.LazyStore.digest`.
     """
-    rows, scaling, patches = split.all_rows.cpu().numpy(), split.normalization, split.patches
+    rows, scaling, patches = split.rows.cpu().numpy(), split.normalization, split.patches
     facts = split.whole_shape, str(split.dtype), scaling.stamp, patches and (patches.size, patches.resized)
     found = blake2b(repr(facts).encode(), digest_size=8)
     if patches is not None:

@@ -79,7 +79,7 @@ def load_source(
 
     """
     task = TASKS.parse(spec.task) if task is None and spec.task else task
-    kind = schema.task.forget() if isinstance(schema, Schema) else task
+    kind = schema.task.unfitted() if isinstance(schema, Schema) else task
     reading = ReadOptions.from_spec(spec, task=kind, schema=schema, progress=progress, differing=differing)
     whole = True  # in which clients are still to be chosen
     if isinstance(data, Federation):

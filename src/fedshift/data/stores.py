@@ -323,7 +323,8 @@ class DatasetStore(LazyStore):
             self.inputs = find_layout(arrange({name: each[None] for name, each in self._first.items()}, names), where)
         x, *others = (self._join(each, 0) for each in (self._first, *again))
         self.repeats = all(np.array_equal(x, other, equal_nan=x.dtype.kind == "f") for other in others)
-        super().__init__(where, len(given.dataset), to_tensor(x[None], where))
+        self.sample = to_tensor(x[None], where)
+        super().__init__(where, len(given.dataset), self.sample)
         self.draws, self.threaded = given.cache_bytes == 0, given.workers > 1
         self._digests: NDArray[np.uint64] = np.zeros((len(self), 2), np.uint64)  # of items that were digested; or 0
         found = find_targets(given, where, target)

@@ -2,8 +2,8 @@
 
 Names resolve without a registry: ``digit-cnn-bn`` is ``fedshift.models.digits.digit_cnn_bn``; a user's factory is
 ``my_package.module:function``. ``unet(width=32)`` sets an option of a factory, and
-``take_output(my_package.module:function, output='logits')`` one of several outputs. ``timm:resnet18`` is a network of
-an installed library (:data:`fedshift.models._libraries.LIBRARIES`).
+``take_output(my_package.module:function, output='logits')`` one of several outputs. ``timm:resnet18`` and ``hf:vit``
+are networks of installed libraries (:data:`fedshift.models._libraries.LIBRARIES`).
 """
 
 from __future__ import annotations

@@ -15,7 +15,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from ..analysis.statistics import FEWEST_UNITS
 from ..config.spec import DataSpec
+from ..data.checks.quality import check_data
 from ..data.decoding.dicom import holds_slices
 from ..data.decoding.images import SUFFIXES
 from ..data.decoding.volumes import UNMEASURED, is_volume, read_volume_header
@@ -35,10 +37,8 @@ from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
 from ..data.stores import RecentArrays
-from ..diagnosis.quality import check_data
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
-from ..report.differences import FEWEST_UNITS
 from ..utils.errors import UsageError
 
 

@@ -16,7 +16,7 @@ from ..utils.user_code import describe_error, find_import_path, identify_functio
 from .classification import CLASSIFICATION, Classification
 from .metrics import F1, AveragePrecision, Brier, CalibrationError, Metric, TopK
 from .multilabel import Multilabel
-from .own_metrics import LIBRARIES, Given, find_of_library, is_updated, take_direction
+from .own_metrics import Given, take_direction
 from .own_metrics import spell as spell_metric
 from .regression import Regression
 from .segmentation import Segmentation
@@ -58,7 +58,7 @@ def _accept_metric(given: object, text: str | None) -> Metric:
         return given.to_metric(spell_metric(text or ""))
     if isinstance(given, Metric):
         return given
-    if not callable(given) and not is_updated(given):
+    if not callable(given):
         known = ", ".join(METRICS.names())
         raise UsageError(
             f"{{}} is not a metric: give one of {known}, or a function of outputs and targets", Ref(metric=given)
@@ -77,7 +77,6 @@ METRICS = Catalog[Metric](
     _accept_metric,
     adapt=take_direction,
     spell=_spell_metric,
-    libraries={library: partial(find_of_library, library) for library in LIBRARIES},
 )
 """Metrics on request; your own is a function of outputs and targets (:mod:`fedshift.tasks.own_metrics`)."""
 
@@ -121,6 +120,6 @@ def infer_task(x: NDArray[Any], y: NDArray[Any], where: str) -> Task:
         return Segmentation()
     raise UsageError(
         f"{where}: samples of shape {x.shape} and labels of shape {y.shape}; samples need two or more dimensions, and "
-        "labels one number per sample; for several numbers, name the task (task='multilabel', each label 0 or 1, or "
-        "task='regression', numbers)"
+        "labels one number per sample (of one-hot labels, y.argmax(axis=1)); for several numbers, name the task "
+        "(task='multilabel', each label 0 or 1, or task='regression', numbers)"
     )

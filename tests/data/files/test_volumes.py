@@ -16,6 +16,7 @@ from scipy.ndimage import zoom
 import fedshift
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.checks.quality import examine
 from fedshift.data.decoding.images import Unreadable
 from fedshift.data.decoding.resizing import resample_image, resample_mask
 from fedshift.data.decoding.volumes import decode_volume, digest_voxels
@@ -23,7 +24,6 @@ from fedshift.data.files import volumes
 from fedshift.data.pictures import to_pictures
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import describe_grids, make_overview
-from fedshift.diagnosis.quality import examine
 from fedshift.tasks import Segmentation
 from fedshift.utils.errors import FedshiftError, UsageError
 

@@ -103,16 +103,16 @@ def heart_disease(
         order = np.concatenate(sides)
         train = len(sides[0])
         x = np.concatenate(list(map(_encode, raw[order].T, codes)), axis=1, dtype=np.float32)
-        filled, empty, scaling = prepare_rows(x, slice(train), columns)
-        if filled:
-            notices.append(f"client {client!r}: {filled} missing values filled from its own training rows")
-        if empty:
-            notices.append(f"client {client!r}: no value of {', '.join(empty)}, 0 instead")
+        prepared = prepare_rows(x, slice(train), columns)
+        if prepared.filled:
+            notices.append(f"client {client!r}: {prepared.filled} missing values filled from its own training rows")
+        if prepared.empty:
+            notices.append(f"client {client!r}: no value of {', '.join(prepared.empty)}, 0 instead")
         parts = {
             part: Samples(
-                x=torch.from_numpy(x[rows]),
+                x=torch.from_numpy(prepared.x[rows]),
                 y=torch.from_numpy(label[order[rows]]),
-                normalization=scaling,
+                normalization=prepared.scaling,
             )
             for part, rows in (("train", slice(train)), ("test", slice(train, None)))
         }

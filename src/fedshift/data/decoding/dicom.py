@@ -3,13 +3,19 @@
 The slices of a series lie at ImagePositionPatient, in the plane of ImageOrientationPatient, with PixelSpacing between
 rows and between columns (DICOM PS3.3, C.7.6.2, equation C.7.6.2.1-1). They are sorted, and their distance is measured,
 along the normal of that plane: names, InstanceNumber and SliceThickness may say otherwise. DICOM's axes point to the
-patient's left, back and head (LPS), NIfTI's to the right, front and head (RAS).
+patient's left, back and head (LPS), NIfTI's to the right, front and head (RAS). The frames of one file are sorted
+along the normal, too, where it says their positions.
+
+Stored numbers become values, frame by frame, by a palette (C.7.6.3.1.5), a Modality LUT, or slope and intercept
+(C.11.1), of the frame's functional groups or of the file; without these by a Real World Value Mapping (C.7.6.16.2.11)
+or a dose's scale. Slopes of 0, and what this module does not understand, are refused by the attribute.
 """
 
 from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -42,8 +48,26 @@ _NO_IMAGES = {
     "SEG": "is a DICOM segmentation (SEG): convert it to NIfTI, for example with segimage2itkimage of dcmqi",
     "RTSTRUCT": "has contours and no pixels (RTSTRUCT): convert them to a NIfTI mask, for example with plastimatch",
 }
-_IN_TIME = {0x00181063, 0x00181065}
-"""FrameTime and FrameTimeVector."""
+_IN_TIME = {"FrameTime", "FrameTimeVector"}
+_SLICES = {"SliceVector", "GridFrameOffsetVector"}
+"""Attributes by which frames may follow each other as slices of a volume."""
+_PHOTOMETRIC = {
+    1: {"MONOCHROME1", "MONOCHROME2", "PALETTE COLOR"},
+    3: {"RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT"},
+}
+"""Meanings of pixels by their number of samples; pydicom makes all of 3 RGB, the last two only in JPEG 2000."""
+_COLORS = ("Red", "Green", "Blue")
+_GROUPS = {
+    "PixelSpacing": "PixelMeasuresSequence",
+    "SliceThickness": "PixelMeasuresSequence",
+    "SpacingBetweenSlices": "PixelMeasuresSequence",
+    "ImageOrientationPatient": "PlaneOrientationSequence",
+    "ImagePositionPatient": "PlanePositionSequence",
+    "RescaleSlope": "PixelValueTransformationSequence",
+    "RescaleIntercept": "PixelValueTransformationSequence",
+    "RescaleType": "PixelValueTransformationSequence",
+}
+"""Functional groups of enhanced images that hold an attribute (PS3.3, C.7.6.16.2)."""
 _LPS_TO_RAS = np.array([-1.0, -1.0, 1.0])
 
 Array = NDArray[Any]
@@ -96,22 +120,66 @@ def open_dicom(file: Path, *, whole: bool) -> Any:
                 "is a deflated DICOM file, which does not say to what size it unpacks: save it uncompressed"
             )
         found = pydicom.dcmread(stream, stop_before_pixels=not whole)
-    if found.get("Modality") in _NO_IMAGES:
-        raise Unreadable(_NO_IMAGES[found.Modality])
-    frames, times = (int(found.get(name) or 1) for name in ("NumberOfFrames", "NumberOfTemporalPositions"))
-    if frames > 1 and (times > 1 or found.get("FrameIncrementPointer") in _IN_TIME):
-        raise Unreadable(f"has {frames} frames in time: write each point in time to its own file")
+    kind = "SEG" if "SegmentSequence" in found else found.get("Modality")
+    if kind in _NO_IMAGES:
+        raise Unreadable(_NO_IMAGES[kind])
+    frames = int(found.get("NumberOfFrames") or 1)
+    if frames > 1:
+        _refuse_other_frames(found, frames)
     return found
 
 
+def _refuse_other_frames(found: Any, frames: int) -> None:
+    """Raise :class:`Unreadable` if the frames of a data set are not the slices of one volume."""
+    groups = found.get("PerFrameFunctionalGroupsSequence")
+    if groups and len(groups) != frames:
+        raise Unreadable(f"has {frames} frames, and PerFrameFunctionalGroupsSequence {len(groups)}: export it again")
+    pointers = found.get("FrameIncrementPointer")
+    tags = [pointers] if isinstance(pointers, int) else pointers or ()
+    names = {import_module("pydicom.datadict").keyword_for_tag(tag) for tag in tags}
+    placed = find_attribute(found, "ImagePositionPatient", 1) is not None and groups
+    times = int(found.get("NumberOfTemporalPositions") or 1) > 1 or names & _IN_TIME
+    if times or (not placed and any(name in found for name in _IN_TIME)):
+        raise Unreadable(f"has {frames} frames in time: write each point in time to its own file")
+    for name in names - _SLICES:
+        values = found.get(name)
+        if not isinstance(values, Sequence) or len(set(values)) > 1:
+            raise Unreadable(f"has {frames} frames by {name}, which are no slices: write each volume to its own file")
+
+
+def find_attribute(found: Any, name: str, frame: int = 0) -> Any:
+    """Return an attribute of a frame: of its functional groups, or else of the data set; None: there is none."""
+    item = _find_group(found, _GROUPS[name], frame)
+    value = None if item is None else item[0].get(name)
+    return found.get(name) if value is None else value
+
+
+def _find_group(found: Any, name: str, frame: int) -> Any:
+    """Return the sequence ``name`` of the functional groups of a frame, its own before the shared ones, or None."""
+    own, shared = (found.get(f"{kind}FunctionalGroupsSequence") for kind in ("PerFrame", "Shared"))
+    for groups in (own[frame : frame + 1] if own else (), shared or ()):
+        for group in groups:
+            if group.get(name):
+                return group.get(name)
+    return None
+
+
 def count_frames(found: Any) -> tuple[int, int, int, int]:
-    """Return frames, height, width and samples per pixel of an image; raise :class:`Unreadable` for other contents."""
+    """Return frames, height, width and channels of an image; raise :class:`Unreadable` for other contents."""
     height, width, bits = (int(found.get(name) or 0) for name in ("Rows", "Columns", "BitsAllocated"))
-    frames, channels = int(found.get("NumberOfFrames") or 1), int(found.get("SamplesPerPixel") or 1)
-    if min(height, width, bits, frames) < 1 or channels not in (1, 3) or (frames > 1 and channels > 1):
+    frames, samples = int(found.get("NumberOfFrames") or 1), int(found.get("SamplesPerPixel") or 1)
+    photometric = found.get("PhotometricInterpretation")
+    channels = 3 if photometric == "PALETTE COLOR" else samples
+    if min(height, width, bits, frames) < 1 or samples not in (1, 3) or (frames > 1 and channels > 1):
         raise Unreadable(
             f"holds no image that is read: {frames} frames of {height} x {width} with {channels} samples of {bits} bits"
         )
+    if photometric not in _PHOTOMETRIC[samples]:
+        raise Unreadable(f"has the PhotometricInterpretation {photometric} with {samples} samples, which is not read")
+    if photometric == "MONOCHROME2" and found.get("PresentationLUTShape") == "INVERSE":
+        raise Unreadable("has the PhotometricInterpretation MONOCHROME2 with an INVERSE PresentationLUTShape")
+    if photometric != "PALETTE COLOR" and found.get("PixelPresentation") in ("COLOR", "MIXED"):
+        raise Unreadable(f"has gray with colors (PixelPresentation {found.PixelPresentation}), which is not read")
     pixels = frames * height * width
     check_bytes(pixels * channels * max(1, bits // 8), f"{pixels} pixels of {bits} bits")
     return frames, height, width, channels
@@ -124,18 +192,133 @@ def read_patient(found: Any) -> str:
 
 def holds_hounsfield(found: Any) -> bool:
     """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
-    unit, inverted = found.get("RescaleType") or "HU", found.get("PhotometricInterpretation") == "MONOCHROME1"
-    return found.get("Modality") == "CT" and unit == "HU" and not inverted
+    inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
+    return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
+
+
+def order_frames(found: Any) -> tuple[tuple[int, ...], float]:
+    """Return the frames of a data set in the order of their positions, and the millimeters between; 0: not known.
+
+    The order is empty if positions are not known. Raises :class:`Unreadable` unless frames are one upright stack.
+    """
+    frames = int(found.get("NumberOfFrames") or 1)
+    apart = float(find_attribute(found, "SpacingBetweenSlices") or find_attribute(found, "SliceThickness") or 0)
+    slices = found.get("SliceVector") or ()
+    if frames > 1 and len(slices) == frames:
+        if len(set(slices)) < frames:
+            raise Unreadable("has several frames of one slice by its SliceVector: write each volume to its own file")
+        return tuple(np.argsort(slices).tolist()), apart
+    normal = _find_normal(found, frames)
+    places = _find_places(found, frames, normal) if frames > 1 else None
+    if places is None:
+        return (), apart
+    if normal is None:  # the line from one end to the other
+        near, far = places[places[:, np.ptp(places, axis=0).argmax()].argsort()[[0, -1]]]
+        normal = (far - near) / (np.linalg.norm(far - near) or 1)
+    order = _sort_slices(places, normal, [f"frame {frame + 1}" for frame in range(frames)])
+    return tuple(order), float((places[order[-1]] - places[order[0]]) @ normal) / (frames - 1)
+
+
+def _find_normal(found: Any, frames: int) -> Array | None:
+    """Return the direction across the planes of all frames; None: it is not known. Raises :class:`Unreadable`."""
+    sides = [tuple(find_attribute(found, "ImageOrientationPatient", frame) or ()) for frame in range(frames)]
+    if any(len(side) != len(sides[0]) or not np.allclose(side, sides[0], atol=1e-3) for side in sides):
+        raise Unreadable("has frames that differ in ImageOrientationPatient: take localizers and other planes away")
+    return np.cross(*np.reshape(np.array(sides[0], float), (2, 3))) if len(sides[0]) == 6 else None
+
+
+def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
+    """Return the positions of the frames in millimeters ``[frames, 3]``; None: they are not known."""
+    offsets = found.get("GridFrameOffsetVector")
+    if offsets is not None and len(offsets) == frames:
+        return np.outer(np.array(offsets, float), (0.0, 0.0, 1.0) if normal is None else normal)
+    groups = found.get("PerFrameFunctionalGroupsSequence") or ()
+    known = [item[0].get("ImagePositionPatient") for group in groups if (item := group.get("PlanePositionSequence"))]
+    if not known:
+        return None
+    if len(known) != frames or any(place is None or len(place) != 3 for place in known):
+        raise Unreadable(f"has {frames} frames, and an ImagePositionPatient for some of them: export it again")
+    return np.array(known, float)
 
 
 def read_values(found: Any) -> Array:
-    """Return the pixels of a data set in the unit of its slope and intercept, float64, or as stored without these."""
-    values: Array = np.asarray(found.pixel_array)
-    slope, intercept = (
-        float(plain if found.get(name) is None else found.get(name))
-        for name, plain in (("RescaleSlope", 1), ("RescaleIntercept", 0))
-    )
-    return values if (slope, intercept) == (1.0, 0.0) else values * slope + intercept
+    """Return the pixels of a data set in the unit of its slope and intercept, float64, or as stored without these.
+
+    ``[H, W]``, in color ``[H, W, 3]``, or frames ``[D, H, W]`` in the order of :func:`order_frames`.
+    """
+    stored = _read_stored(found)
+    if found.PhotometricInterpretation == "PALETTE COLOR":
+        return _apply_palette(found, stored)
+    if int(found.get("SamplesPerPixel") or 1) > 1:
+        return stored
+    frames = int(found.get("NumberOfFrames") or 1)
+    if frames == 1:
+        return _apply_modality(found, stored.reshape(stored.shape[-2:]), 0)
+    order, _ = order_frames(found)
+    return np.stack([_apply_modality(found, stored[frame], frame) for frame in order or range(frames)])
+
+
+def _read_stored(found: Any) -> Array:
+    """Return the numbers of a data set as stored, without bits beyond HighBit and BitsStored (C.7.6.3.1)."""
+    bits, high = found.get("BitsStored"), found.get("HighBit")
+    if bits is None or high is None or high == bits - 1 or "PixelData" not in found:
+        return np.asarray(found.pixel_array)
+    syntax = found.file_meta.TransferSyntaxUID
+    if not bits - 1 <= high < found.BitsAllocated or (syntax.is_compressed and not syntax.is_deflated):
+        raise Unreadable(f"has the HighBit {high} with {bits} BitsStored of {found.BitsAllocated}: export it again")
+    found.BitsStored = high + 1
+    numbers: Array = np.asarray(found.pixel_array) >> (high + 1 - bits)
+    found.BitsStored = bits
+    return numbers
+
+
+def _apply_palette(found: Any, index: Array) -> Array:
+    """Return the colors of palette indices, ``[H, W, 3]``."""
+    sizes = [tuple(found.get(f"{color}PaletteColorLookupTableDescriptor") or (0, 0, 0)) for color in _COLORS]
+    entries, first, bits = sizes[0][0] % 2**16 or 2**16, *sizes[0][1:]
+    names = [f"{color}PaletteColorLookupTableData" for color in _COLORS]
+    plain = names[0] in found
+    known = bits == 16 or (bits == 8 and (plain or entries <= 256))
+    if not known or len(set(sizes)) > 1 or "AlphaPaletteColorLookupTableDescriptor" in found:
+        raise Unreadable("has a PaletteColorLookupTable that is not read: export it in RGB")
+    for name in names if plain else ():  # entries of 8 bits, in bytes or words: pydicom reads indices in their type
+        content = found[name].value
+        order = "<" if found.file_meta.TransferSyntaxUID.is_little_endian else ">"
+        table = np.frombuffer(content, f"{order}u2" if len(content) >= 2 * entries else np.uint8)[:entries]
+        if len(table) < entries:
+            raise Unreadable(f"has a {name} of {len(table)} entries, and {entries} by its descriptor: export it again")
+        found[name].value = table.astype(np.uint16).tobytes()
+    index = np.clip(index.astype(np.int64), first, first + entries - 1)
+    colors: Array = import_module("pydicom.pixels").apply_color_lut(index, found)
+    return colors
+
+
+def _apply_modality(found: Any, numbers: Array, frame: int) -> Array:
+    """Return the values of a frame's stored numbers ``[H, W]``; raise :class:`Unreadable` if these are not defined."""
+    if found.get("ModalityLUTSequence"):
+        values: Array = import_module("pydicom.pixels").apply_modality_lut(numbers.astype(np.int64), found)
+        return values
+    slope, intercept = (find_attribute(found, name, frame) for name in ("RescaleSlope", "RescaleIntercept"))
+    name = "RescaleSlope"
+    if slope is None and intercept is None:
+        name, slope, intercept = _find_other_scale(found, frame)
+    slope, intercept = float(1 if slope is None else slope), float(intercept or 0)
+    if slope == 0 or not math.isfinite(slope) or not math.isfinite(intercept):
+        raise Unreadable(f"has the {name} {slope:g}, which makes all its values one number: write it again")
+    return numbers if (slope, intercept) == (1.0, 0.0) else numbers * slope + intercept
+
+
+def _find_other_scale(found: Any, frame: int) -> tuple[str, Any, Any]:
+    """Return a frame's slope and intercept to a real unit, after the name of the first; 1 and 0 if it has none."""
+    if found.get("DoseGridScaling") is not None:
+        return "DoseGridScaling", found.DoseGridScaling, 0
+    sequence = "RealWorldValueMappingSequence"
+    mapping = _find_group(found, sequence, frame) or found.get(sequence)
+    if not mapping:
+        return "RescaleSlope", 1, 0
+    if len(mapping) > 1 or mapping[0].get("RealWorldValueSlope") is None:
+        raise Unreadable(f"has a {sequence} that is not one slope and intercept, and no RescaleSlope: export it again")
+    return "RealWorldValueSlope", mapping[0].RealWorldValueSlope, mapping[0].get("RealWorldValueIntercept")
 
 
 def is_dicom(file: Path) -> bool:
@@ -247,7 +430,7 @@ def _open_slice(file: Path, whole: bool) -> Any:
         if frames > 1 or channels > 1:
             raise Unreadable("has several frames or colors: move it out of the folder")
         for name, count in _COUNTS.items():
-            if len(found.get(name) or ()) != count:
+            if len(find_attribute(found, name) or ()) != count:
                 raise Unreadable(f"has no {name}: export the series again, or convert it to NIfTI")
     except Unreadable as error:
         raise Unreadable(f"has the slice {file.name}, which {error}") from error
@@ -265,8 +448,9 @@ def _explain_slice(file: Path, error: Exception) -> Exception:
 
 def _read_numbers(found: Any, name: str) -> tuple[Any, ...]:
     """Return the value of an attribute, numbers as floats."""
-    value = found.get(name)
-    return tuple(map(float, value)) if name in _COUNTS else (value,)
+    if name in _COUNTS:
+        return tuple(map(float, find_attribute(found, name)))
+    return (found.get(name),)
 
 
 def _is_close(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:

@@ -38,10 +38,12 @@ from .dicom import (
     Series,
     check_bytes,
     count_frames,
+    find_attribute,
     holds_hounsfield,
     is_dicom,
     load_library,
     open_dicom,
+    order_frames,
     read_patient,
     read_series,
     read_values,
@@ -88,6 +90,7 @@ class VolumeHeader:
         placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
         apart: Largest distance in millimeters between a voxel's places by the qform and by the sform of a NIfTI file.
         hounsfield: Whether the file says that its values are Hounsfield units.
+        order: Frames of a DICOM file in the order of their positions; empty: it has one frame, or does not say these.
         patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
     """
@@ -100,6 +103,7 @@ class VolumeHeader:
     placed: bool = True
     apart: float = 0.0
     hounsfield: bool = False
+    order: tuple[int, ...] = ()
     patient: str = field(default="", repr=False)
 
     @property
@@ -222,6 +226,13 @@ def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:
     other_axes = bool(mask.axes and image.axes and mask.axes != image.axes)
     if other_axes and (mask.affine is None or image.affine is None):
         return axes
+    if mask.axes not in ("", "RAS") and not image.axes:
+        return f"has axes that point {mask.axes}, but its image {{image}} does not say where its axes point"
+    if image.axes not in ("", "RAS") and image.affine is not None and not mask.axes and len(mask.shape) == 3:
+        return f"does not say where its axes point, but those of its image {{image}} point {image.axes}"
+    unknown = image.affine is None and mask.affine is None and bool(image.order) != bool(mask.order)
+    if unknown and list(image.order or mask.order) != sorted(image.order or mask.order):
+        return "and its image {image} have frames in different orders, of which one does not say the positions"
     if mask.spacing and image.spacing and not np.allclose(mask.spacing, image.spacing, rtol=CLOSE):
         return f"has a spacing of {_times(mask.spacing)} mm, but its image {{image}} {_times(image.spacing)} mm"
     if mask.affine is not None and image.affine is not None:
@@ -373,13 +384,14 @@ def _describe_dicom(found: Any) -> VolumeHeader:
     """Return the header of a DICOM data set."""
     frames, height, width, channels = count_frames(found)
     shape = (frames, height, width) if frames > 1 else (height, width)
-    steps = [float(step) for step in found.get("PixelSpacing") or ()]
-    between = [float(found.get("SpacingBetweenSlices") or found.get("SliceThickness") or 0)] if frames > 1 else []
+    steps = [float(step) for step in find_attribute(found, "PixelSpacing") or ()]
+    order, apart = order_frames(found)
+    between = [apart] if frames > 1 else []
     spacing = (*between, *steps) if len(steps) == 2 and all(step > 0 for step in (*between, *steps)) else ()
-    sides = [float(cosine) for cosine in found.get("ImageOrientationPatient") or ()]
+    sides = [float(cosine) for cosine in find_attribute(found, "ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
     return VolumeHeader(
-        shape=shape, channels=channels, spacing=spacing, axes=codes, hounsfield=holds_hounsfield(found),
+        shape=shape, channels=channels, spacing=spacing, axes=codes, hounsfield=holds_hounsfield(found), order=order,
         patient=read_patient(found),
     )  # fmt: skip
 

@@ -350,7 +350,7 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
     """
     found = {}
     for client in data.clients:
-        train, rows = client.train, client.train.all_rows.tolist()
+        train, rows = client.train, client.train.rows.tolist()
         assert train.patches is not None
         headers = [train.store.headers[row] for row in rows] if isinstance(train.store, VolumeStore) else []
         for row, header in zip(rows, headers, strict=False):

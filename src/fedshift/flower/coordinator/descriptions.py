@@ -342,9 +342,13 @@ def _merge_column(name: str, sites: Mapping[str, Sequence[Column]]) -> Column:
                 f"column {name!r} contains {one} at {holds[one]!r}, but {other_in_words} at {holds[other]!r}: use one "
                 "kind at all sites, or drop the column at all of them"
             )
+    units = {column.unit: site for site, column in own.items()}
+    if len(units) > 1:
+        told = " and ".join(f"{unit or 'no unit'} ({site})" for unit, site in units.items())
+        raise FedshiftError(f"column {name!r} is in {told}: give it one unit at all sites")
     if numbers:
         ranked: tuple[Holds, ...] = ("numbers", "True and False", "0 and 1")
-        return Column(name=name, holds=next(kind for kind in ranked if kind in holds))
+        return Column(name=name, holds=next(kind for kind in ranked if kind in holds), unit=next(iter(units)))
     lists = {column.categories or () for column in own.values()}
     values = lists.pop() if len(lists) == 1 else tuple(sorted({value for some in lists for value in some}))
     if len(values) > MOST_CATEGORIES:

@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.federation import Federation
-from ..data.preparation import FeatureScaling
-from ..data.samples import Samples, digest_each
-from ..data.stores import LazyStore
-from ..utils.errors import FedshiftError
+from ...utils.errors import FedshiftError
+from ..federation import Federation
+from ..preparation import FeatureScaling
+from ..samples import Samples, digest_each
+from ..stores import LazyStore
 
-CHUNK = 2**21
+NUMBERS_AT_ONCE = 2**21
 """Numbers read at a time."""
 
 Floats = NDArray[np.float64]
@@ -98,7 +98,7 @@ def survey_splits(data: Federation, *, statistics: bool = True) -> tuple[SplitSu
             address = split.address
             if address not in read:
                 read[address] = _survey_split(split, statistics)
-            rows = split.rows.tolist() if client.files and split.rows is not None else ()
+            rows = split.rows.tolist() if client.files else ()
             files = tuple(client.files[row] for row in rows)
             surveys.append(replace(read[address], client=client.name, split=name, files=files))
     return tuple(surveys)
@@ -111,7 +111,7 @@ def _read_pieces(
 
     A row that cannot be read comes alone, without samples, and ``unread`` then has the reason.
     """
-    step = 1 if split.patches else max(1, CHUNK // max(1, math.prod(split.shape)))
+    step = 1 if split.patches else max(1, NUMBERS_AT_ONCE // max(1, math.prod(split.shape)))
     for start in range(0, len(split), step):
         try:
             yield start, *_read_piece(split, start, step)
@@ -127,7 +127,7 @@ def _read_pieces(
 def _read_piece(split: Samples, start: int, count: int) -> tuple[NDArray[Any], NDArray[np.uint64]]:
     stored = split.read_case(start)[0] if split.patches else split.copy_rows(slice(start, start + count))
     x = np.ascontiguousarray(stored.cpu().numpy())
-    rows, scaling = split.all_rows[start : start + len(x)].tolist(), split.normalization
+    rows, scaling = split.rows[start : start + len(x)].tolist(), split.normalization
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
         return x, scaling.digests[rows]
     known = [split.store.identify(row) for row in rows] if isinstance(split.store, LazyStore) else [b""]
@@ -169,7 +169,7 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     if y.ndim == 1:
         labels = y.astype(np.int64)
     else:
-        cases, places = [y], split.all_rows.tolist()
+        cases, places = [y], split.rows.tolist()
         if split.patches:  # without the padding, which differs between clients
             cases = [split.patches.crop(split.y[n], row)[None].cpu().numpy() for n, row in enumerate(places)]
         labels = np.concatenate([digest_each(np.ascontiguousarray(each)) for each in cases])[:, 0].view(np.int64)
