@@ -282,7 +282,7 @@ DATA = (
           "return np.flatnonzero(~drawn), np.flatnonzero(drawn)", "return np.arange(len(y)), np.flatnonzero(drawn)",
           "tests/data/test_partition.py tests/data/datasets/test_heart_disease.py tests/data/files"),
     Fault("test-rows-fit-the-scale", "data/datasets/heart_disease.py", "heart_disease",
-          "prepare_rows(x, slice(train), columns)", "prepare_rows(x, slice(None), columns)",
+          "prepare_rows(x, slice(len(train)), columns)", "prepare_rows(x, slice(None), columns)",
           "tests/data/datasets/test_heart_disease.py"),
     Fault("labels-numbered-by-each-client", "data/readers/images.py", "scan",
           "labels[file.category] for file in own",

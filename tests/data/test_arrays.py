@@ -111,7 +111,7 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     assert load_federation(two, DataSpec(classes=3)).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
     assert (
-        "images of 5 x 5, 5 x 6 pixels become 28 x 28: image_size"
+        "images of 5 x 5, 6 x 5 pixels become 28 x 28, unless image_size"
         in load_federation(sizes, DataSpec()).notices[-1]
     )
     assert not any("28 x 28" in said for said in load_federation(sizes, DataSpec(image_size=8)).notices)

@@ -356,7 +356,7 @@ class Federation:
         told = [] if cases else [describe_stretch(sizes, target)]
         if len(sizes) > 1 and not size and not cases:
             some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
-            told.append(f"images of {some} pixels become 28 x 28: image_size chooses another size")
+            told.append(f"images of {some} pixels become 28 x 28, unless image_size says another size")
         return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(

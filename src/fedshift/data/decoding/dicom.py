@@ -190,12 +190,6 @@ def read_patient(found: Any) -> str:
     return str(found.get("PatientID") or "").strip()
 
 
-def holds_hounsfield(found: Any) -> bool:
-    """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
-    inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
-    return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
-
-
 def order_frames(found: Any) -> tuple[tuple[int, ...], float]:
     """Return the frames of a data set in the order of their positions, and the millimeters between; 0: not known.
 
@@ -239,6 +233,12 @@ def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
     if len(known) != frames or any(place is None or len(place) != 3 for place in known):
         raise Unreadable(f"has {frames} frames, and an ImagePositionPatient for some of them: export it again")
     return np.array(known, float)
+
+
+def holds_hounsfield(found: Any) -> bool:
+    """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
+    inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
+    return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
 
 
 def read_values(found: Any) -> Array:

@@ -89,8 +89,8 @@ class VolumeHeader:
             unknown.
         placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
         apart: Largest distance in millimeters between a voxel's places by the qform and by the sform of a NIfTI file.
-        hounsfield: Whether the file says that its values are Hounsfield units.
         order: Frames of a DICOM file in the order of their positions; empty: it has one frame, or does not say these.
+        hounsfield: Whether the file says that its values are Hounsfield units.
         patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
     """
@@ -102,8 +102,8 @@ class VolumeHeader:
     affine: tuple[tuple[float, ...], ...] | None = None
     placed: bool = True
     apart: float = 0.0
-    hounsfield: bool = False
     order: tuple[int, ...] = ()
+    hounsfield: bool = False
     patient: str = field(default="", repr=False)
 
     @property
@@ -391,7 +391,7 @@ def _describe_dicom(found: Any) -> VolumeHeader:
     sides = [float(cosine) for cosine in find_attribute(found, "ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
     return VolumeHeader(
-        shape=shape, channels=channels, spacing=spacing, axes=codes, hounsfield=holds_hounsfield(found), order=order,
+        shape=shape, channels=channels, spacing=spacing, axes=codes, order=order, hounsfield=holds_hounsfield(found),
         patient=read_patient(found),
     )  # fmt: skip
 
