@@ -21,8 +21,7 @@ from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import AUGMENTATIONS
-from fedshift.data.decoding import dicom
-from fedshift.data.decoding import ranges
+from fedshift.data.decoding import dicom, ranges
 from fedshift.data.digits import digits
 from fedshift.data.files import image_store, volumes
 from fedshift.data.sources import SPLITS

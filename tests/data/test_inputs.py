@@ -10,9 +10,9 @@ from torch.utils.data import Dataset
 import fedshift
 from fedshift.data.arrays import LazyDataset
 from fedshift.data.assembly import federation, read_folder
-from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.joining import join_schema
 from fedshift.data.preparation import Preparation
+from fedshift.data.source import ReadOptions
 from fedshift.nn.several_inputs import Input
 from fedshift.utils.errors import UsageError
 

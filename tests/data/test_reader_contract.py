@@ -14,8 +14,8 @@ from torch.utils.data import TensorDataset
 
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_source
-from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers import find_reader, list_readers
+from fedshift.data.source import ReadOptions
 from fedshift.data.sources import READ, apply_splits, load_source
 from fedshift.utils.errors import UsageError
 

@@ -27,7 +27,7 @@ from ..utils.errors import Ref, UsageError
 from .run import find_kind, use_threads
 
 if TYPE_CHECKING:
-    from ..data.files.read_options import Progress
+    from ..data.source import Progress
 
 COMPUTING = frozenset(("engine", "workers", "checkpoint_every", "device", "threads", "data", "root", "log"))
 """Settings that may be changed when a search continues."""

@@ -102,7 +102,7 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     _refuse_file(json and json.absolute().parent)
     with show_loading(console) as progress:
         lenient = replace(spec, on_data_error="warn") if Path(where).exists() else spec
-        made = load_source(where, lenient, progress, differing=LOOKED_AT)
+        made = load_source(where, lenient, progress, size_if_mixed=LOOKED_AT)
         if spec.split or spec.samples or spec.validation:
             made = apply_splits(made, spec)
         found, refusal = examine(made), ""
@@ -138,7 +138,7 @@ def show(where: Where, spec: Reading = DataSpec(), *, out: Path | None = None, p
     console = make_console()
     _refuse_file(out)
     with show_loading(console) as progress:
-        source = load_source(where, spec, progress, differing=LOOKED_AT)
+        source = load_source(where, spec, progress, size_if_mixed=LOOKED_AT)
         made = prepare_clients(source, replace(spec, allow_single_class=True))
         directory = out or Path("shown") / to_file_name(made.name)
         _refuse_file(directory)
@@ -211,7 +211,7 @@ def diagnose(
     _refuse_file(json and json.absolute().parent)
     with show_loading(console) as progress:
         alone = replace(spec, allow_single_class=True)
-        made = encode_targets(load_federation(where, alone, progress, differing=LOOKED_AT))
+        made = encode_targets(load_federation(where, alone, progress, size_if_mixed=LOOKED_AT))
         found = find_shifts(made, seed=seed, permutations=permutations, limit=limit, progress=progress)
     remarks = [*made.notices, *made.faults]
     if spec.target and spec.scaling == "client":
@@ -264,7 +264,7 @@ def load_for_display(where: str, spec: DataSpec) -> Federation:
     from ..data.sources import apply_splits, load_source, normalize
 
     with show_loading(Console()) as progress:
-        made = load_source(where, spec, progress, differing=LOOKED_AT)
+        made = load_source(where, spec, progress, size_if_mixed=LOOKED_AT)
     return normalize(apply_splits(made, spec), spec.normalize)
 
 

@@ -1,4 +1,4 @@
-"""Federations from scans: which samples are for testing, which files are left out, how many classes there are.
+"""Federations from sources: which samples are for testing, which files are left out, how many classes there are.
 
 If a source has no split, test samples are drawn within each client, the same in every run: ``test_fraction`` of
 each class or, with groups (for example, all samples of one patient), whole groups, so that no group is on both sides.
@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import repeat
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ..config.given_settings import make_settings
@@ -26,14 +27,12 @@ from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
 from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
-from .files.read_options import ReadOptions
 from .identity import clean_name, group_alike, merge_names, show_alike
 from .inputs import require_layout
-from .preparation import HALF, Scaling
+from .preparation import HALF
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
-from .scan import LEFT_OUT, SPLITS, UNSAID, Part, Reader, Scan, Sides, assign_splits
-from .stores import LazyStore
+from .source import DRAWN, LOST, SPLITS, Decoded, ReadOptions, Source, divide_rows
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
@@ -43,7 +42,7 @@ def read_source(source: object, reading: ReadOptions) -> Federation:
     """Return the federation in ``source``, a path or an object, read by the reader of its kind."""
     reader = find_reader(source)
     refuse_unused(reading, reader.options, f"{source if isinstance(source, Path) else 'data'}, {reader.holds}")
-    return assemble(reader, reader.scan(source, reading), reading)
+    return assemble(reader.read(source, reading), reading)
 
 
 def read_folder(
@@ -59,198 +58,185 @@ def read_folder(
             stay on disk; one CSV or Parquet file per client. Or one table, with ``client_column``.
         domains: Names of the clients to read, in this order; None: all.
         classes: Number of classes; None: as found.
-        choices: Further settings of :class:`~fedshift.data.files.read_options.ReadOptions`, as on the command line.
+        choices: Further settings of :class:`~fedshift.data.source.ReadOptions`, as on the command line.
 
     Raises:
         UsageError: A file cannot be read, or the directory contains none or several of these layouts.
 
     """
-    facts = {name: choices.pop(name) for name in ("schema", "cache", "progress", "differing") if name in choices}
+    facts = {name: choices.pop(name) for name in ("schema", "cache", "progress", "size_if_mixed") if name in choices}
     spec = make_settings({"domains": domains, "classes": classes, **choices}, DataSpec, "setting of data")
     return read_source(Path(path), ReadOptions.from_spec(spec, **facts))
 
 
-def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
-    """Return the federation of what ``reader`` scanned.
+def assemble(source: Source, reading: ReadOptions) -> Federation:
+    """Return the federation of a ``source``.
 
     Raises :class:`UsageError` if files cannot be read (unless they are to be left out), a client has no samples for
     training or testing, a group is on two sides, or samples cannot be loaded.
     """
-    task = scan.task or (Segmentation() if scan.parts and scan.parts[0].y.dtype == torch.uint8 else CLASSIFICATION)
-    scan = _merge_classes(_merge_groups(_name_clients(scan)), task, reading)
-    _refuse_fraction(scan, reading)
-    for part in scan.parts[1:]:
-        require_layout(part.inputs, scan.parts[0].inputs, part.where, scan.parts[0].where)
-    assign = partial(assign_splits, task=task, reading=reading)
-    sides = [assign(part, ()) for part in scan.parts]
-    loaded = reader.load(scan, reading, assign)
-    if loaded.left_out:
-        sides = [assign(part, loaded.left_out) for part in scan.parts]
+    masks = bool(source.arrays) and source.arrays[0].y.dtype == torch.uint8
+    task = source.task or (Segmentation() if masks else CLASSIFICATION)
+    source = _merge_classes(_merge_groups(_name_clients(source)), task, reading)
+    _refuse_fraction(source, reading)
+    for array in source.arrays[1:]:
+        require_layout(array.inputs, source.arrays[0].inputs, array.where, source.arrays[0].where)
+    divide = partial(divide_rows, source, task, reading)
+    decoded = source.decode(divide)
+    rows = source.rows.assign(split=divide(decoded.lost))
     if reading.groups is not None:
-        _refuse_cut_groups(scan, sides)
-    numbers, grouped = _number_groups(scan.parts)
-    clients: dict[str, dict[str, Samples]] = {}
-    scalings, decodings = loaded.normalizations or repeat(HALF), loaded.decodings or repeat(ARRAY)
-    for part, side, store, scaling, group in zip(scan.parts, sides, loaded.stores, scalings, numbers, strict=False):
-        clients[part.client] = clients.get(part.client, {}) | _take_splits(part, side, store, scaling, group)
-    _require_both(scan, sides, clients, (*scan.faults, *loaded.faults))
-    decoded = {part.client: (part.files, how) for part, how in zip(scan.parts, decodings, strict=False)}
-    made = tuple(
-        replace(ClientData.from_splits(name, splits, decoded[name][0]), decoding=decoded[name][1])
-        for name, splits in clients.items()
-    )
-    samples = sum(len(split) for splits in clients.values() for split in splits.values())
+        _refuse_cut_groups(rows)
+    _require_both(source, rows, (*source.faults, *decoded.faults))
+    groups = _number_groups(rows)
+    clients = _make_clients(source, decoded, rows.assign(group=groups))
     odd: tuple[str, ...] = ()
-    if reading.classes is None and not scan.checked:
-        trained = (part for part, side in zip(scan.parts, sides, strict=True) if (side == SPLITS.index("train")).any())
-        odd = task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
-    classes = scan.classes or reading.classes
-    classes = classes or task.count_outputs(splits["train"].y for splits in clients.values())
+    if reading.classes is None and not source.classes_checked:
+        odd = task.check_outputs(_name_training(source, rows), int((rows["split"] != LOST).sum()))
+    classes = source.classes or reading.classes or task.count_outputs(client.train.y for client in clients)
+    grouped = int(groups.max()) + 1 if len(groups) else 0
+    told = Information(GROUPED.format(grouped))
     whole = Federation(
-        name=scan.name,
-        clients=made,
+        name=source.name,
+        clients=clients,
         classes=classes,
-        note=scan.note.format(samples=samples, clients=len(made)),
-        class_names=scan.class_names,
+        note=source.note.format(samples=(rows["split"] != LOST).sum(), clients=len(clients)),
+        class_names=source.class_names,
         notices=(
-            *_describe_stores(made),
-            *scan.notices,
-            *loaded.notices,
+            *_describe_stores(clients),
+            *source.notices,
+            *decoded.notices,
             *(odd if reading.schema is None else ()),
-            *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
+            *([told] if grouped and reading.groups is None else []),
         ),
-        faults=(*scan.faults, *loaded.faults),
-        columns=loaded.columns,
+        faults=(*source.faults, *decoded.faults),
+        columns=decoded.columns,
         task=task,
-        inputs=scan.parts[0].inputs if scan.parts else (),
+        inputs=source.arrays[0].inputs if source.arrays else (),
     )
     if not reading.patch:
         return whole
-    true_sizes = dict(zip(loaded.stores, loaded.extents, strict=False))
-    return whole.cut_patches(reading.patch_size, true_sizes=true_sizes, resized=reading.image_size is not None)
+    sizes = {id(store): own for store, own in zip(decoded.stores, decoded.true_sizes, strict=False)}
+    return whole.cut_patches(reading.patch_size, true_sizes=sizes, resized=reading.image_size is not None)
 
 
-def _name_clients(scan: Scan) -> Scan:
-    """Return ``scan`` with notices of clients with alike names; raise :class:`UsageError` if they look the same."""
-    names = dict.fromkeys(part.client for part in scan.parts)
+def _name_clients(source: Source) -> Source:
+    """Return ``source`` with notices of clients with alike names; raise :class:`UsageError` if they look the same."""
+    names = source.rows["client"].unique().tolist()
     for same in group_alike(names, clean_name):
         raise UsageError(f"clients {show_alike(same)} have names that look the same: join them, or rename one")
     _, notices = merge_names({"": names}, "clients")
-    return replace(scan, notices=(*scan.notices, *notices))
+    return replace(source, notices=(*source.notices, *notices))
 
 
-def _merge_groups(scan: Scan) -> Scan:
-    """Return ``scan`` with one name for all spellings of a client's group."""
-    held: dict[str, list[str]] = {}
-    for part in scan.parts:
-        held.setdefault(part.client, []).extend(set(part.group.tolist()))
-    merged = {client: merge_names({"": names}, "groups", together=True) for client, names in held.items()}
-    parts, told = [], [f"client {client!r}: {notice}" for client, (_, notices) in merged.items() for notice in notices]
-    for part in scan.parts:
-        names, place_N = np.unique(part.group, return_inverse=True)
-        stands = np.array([merged[part.client][0][name] for name in names.tolist()], np.str_)
-        parts.append(replace(part, group=stands[place_N]))
-    return replace(scan, parts=tuple(parts), notices=(*scan.notices, *told))
+def _merge_groups(source: Source) -> Source:
+    """Return ``source`` with one name for all spellings of a client's group."""
+    group, told = source.rows["group"].copy(), list[str]()
+    for client, own in source.rows.dropna(subset="group").groupby("client", sort=False)["group"]:
+        stands, notices = merge_names({"": own.unique().tolist()}, "groups", together=True)
+        group[own.index] = own.map(stands)
+        told += [f"client {client!r}: {notice}" for notice in notices]
+    return replace(source, rows=source.rows.assign(group=group), notices=(*source.notices, *told))
 
 
-def _merge_classes(scan: Scan, task: Task, reading: ReadOptions) -> Scan:
-    """Return ``scan`` with one label for all spellings of a class."""
-    names = scan.class_names
-    outside = any(((part.y < 0) | (part.y >= len(names))).any() for part in scan.parts)  # which a check refuses
+def _merge_classes(source: Source, task: Task, reading: ReadOptions) -> Source:
+    """Return ``source`` with one label for all spellings of a class."""
+    names = source.class_names
+    outside = any(((array.y < 0) | (array.y >= len(names))).any() for array in source.arrays)  # which a check refuses
     if not isinstance(task, Classification) or not group_alike(names) or outside:
-        return scan
+        return source
     held: dict[str, set[str]] = {name: {name} for name in names}  # also of clients that are not read
-    for number, client in enumerate({part.client: None for part in scan.parts}):
-        labels = set(torch.cat([part.y for part in scan.parts if part.client == client]).tolist())
-        held[f"client {number}"] = {names[label] for label in labels}
+    for number, (_, own) in enumerate(source.rows.groupby("client", sort=False)):
+        held[f"client {number}"] = {names[label] for label in source.take_targets(own).tolist()}
     stands, notices = merge_names(held, "classes")
     kept = tuple(name for name in names if stands[name] == name)
     label = torch.tensor([kept.index(stands[name]) for name in names])
     return replace(
-        scan,
-        parts=tuple(replace(part, y=label[part.y]) for part in scan.parts),
-        classes=reading.classes or (scan.classes and scan.classes - len(names) + len(kept)),
+        source,
+        arrays=tuple(replace(array, y=label[array.y]) for array in source.arrays),
+        classes=reading.classes or (source.classes and source.classes - len(names) + len(kept)),
         class_names=kept,
-        notices=(*scan.notices, *notices),
+        notices=(*source.notices, *notices),
     )
 
 
-def _refuse_fraction(scan: Scan, reading: ReadOptions) -> None:
+def _refuse_fraction(source: Source, reading: ReadOptions) -> None:
     """Raise :class:`UsageError` for a ``test_fraction`` of data that all say what is for testing."""
-    if (
-        "test_fraction" in reading.changed
-        and reading.schema is None
-        and not any((p.side == UNSAID).any() for p in scan.parts)
-    ):
+    drawn = (source.rows["split"] == DRAWN).any()
+    if "test_fraction" in reading.changed and reading.schema is None and not drawn:
         raise UsageError(
-            f"{{}} draws test samples where the data name none, and {scan.name} "
+            f"{{}} draws test samples where the data name none, and {source.name} "
             "names some for every client: leave it out",
             Ref(test_fraction=reading.test_fraction),
         )
 
 
-def _refuse_cut_groups(scan: Scan, sides: list[Sides]) -> None:
+def _refuse_cut_groups(rows: pd.DataFrame) -> None:
     """Raise :class:`UsageError` naming a group of a client whose samples have several splits."""
-    held: dict[tuple[str, str], int] = {}
-    for part, side in zip(scan.parts, sides, strict=True):
-        for group, one in sorted(set(zip(part.group.tolist(), side.tolist(), strict=False))):
-            other = held.setdefault((part.client, group), one) if one >= 0 else one
-            if other != one:
-                raise UsageError(
-                    f"group {group!r} of client {part.client!r} is on two sides, {SPLITS[other]} and {SPLITS[one]}: a "
-                    "group must be on one side; correct the split, or name no groups"
-                )
+    held = rows[rows["split"] != LOST].dropna(subset="group").drop_duplicates(["client", "group", "split"])
+    for (client, group), split in held.groupby(["client", "group"], sort=False)["split"]:
+        if len(split) > 1:
+            one, other = sorted(split, key=SPLITS.index)[:2]
+            raise UsageError(
+                f"group {group!r} of client {client!r} is on two sides, {one} and {other}: a group must be on one "
+                "side; correct the split, or name no groups"
+            )
 
 
-def _number_groups(parts: Sequence[Part]) -> tuple[list[Tensor | None], int]:
-    """Return the number of each sample's group by part, which different clients never share, and how many there are."""
+def _number_groups(rows: pd.DataFrame) -> NDArray[np.int64]:
+    """Return the number of each row's group, which different clients never share; -1: it has none."""
     known: dict[tuple[str, str], int] = {}
-    numbers: list[Tensor | None] = []
-    for part in parts:
-        names, place_N = np.unique(part.group, return_inverse=True)
-        number_G = np.array([known.setdefault((part.client, name), len(known)) for name in names.tolist()], np.int64)
-        numbers.append(torch.from_numpy(number_G[place_N]) if len(part.group) else None)
-    return numbers, len(known)
+    number = np.full(len(rows), -1)
+    for (client, _), own in rows.dropna(subset="group").groupby(["client", "array"], sort=False)["group"]:
+        for name in sorted(own.unique()):
+            known.setdefault((str(client), name), len(known))
+        number[own.index] = [known[str(client), name] for name in own]
+    return number
 
 
-def _take_splits(
-    part: Part, side: Sides, store: Tensor | LazyStore, scaling: Scaling, groups: Tensor | None
-) -> dict[str, Samples]:
-    """Return the samples of each split of ``part``, as rows of its store, with their ``groups`` ``[N]``."""
-    made = {}
-    for place, split in enumerate(SPLITS):
-        at = np.flatnonzero(side == place)
-        if len(at) == len(part.rows) == len(store) and (part.rows == np.arange(len(store))).all():
-            rows, y = None, part.y
-        else:
-            rows, y = torch.from_numpy(part.rows[at]), part.y[torch.from_numpy(at)]
-        if len(at):
-            made[split] = Samples(
-                x=store, y=y, rows=rows, normalization=scaling,
-                group=None if groups is None else groups[torch.from_numpy(at)],
-            )  # fmt: skip
-    return made
+def _make_clients(source: Source, decoded: Decoded, rows: pd.DataFrame) -> tuple[ClientData, ...]:
+    """Return the clients, whose samples are rows of the decoded arrays; ``rows`` have numbers of groups."""
+    scalings = decoded.scalings or [HALF] * len(source.arrays)
+    splits: dict[str, dict[str, Samples]] = {}
+    for (client, split), own in rows[rows["split"] != LOST].groupby(["client", "split"], sort=False):
+        array, place = int(own["array"].iloc[0]), own["place"].to_numpy()
+        whole = len(own) == len(decoded.stores[array]) and bool((place == np.arange(len(own))).all())
+        group = own["group"].to_numpy()
+        splits.setdefault(str(client), {})[str(split)] = Samples(
+            x=decoded.stores[array], y=source.take_targets(own), rows=None if whole else torch.from_numpy(place),
+            normalization=scalings[array], group=None if (group < 0).all() else torch.from_numpy(group),
+        )  # fmt: skip
+    clients = []
+    for client, own in rows.groupby("client", sort=False):
+        files = tuple(own["file"]) if own["file"].iloc[0] else ()
+        how = decoded.decodings[own["array"].iloc[0]] if decoded.decodings else ARRAY
+        clients.append(replace(ClientData.from_splits(str(client), splits[str(client)], files), decoding=how))
+    return tuple(clients)
 
 
-def _require_both(
-    scan: Scan, sides: list[Sides], clients: Mapping[str, Mapping[str, Any]], faults: Sequence[str]
-) -> None:
+def _name_training(source: Source, rows: pd.DataFrame) -> dict[str, Tensor]:
+    """Return each client's training targets by their name in messages."""
+    found, clients = dict[str, Tensor](), rows.groupby("array")["client"].nunique()
+    for (client, _), own in rows[rows["split"] == "train"].groupby(["client", "array"], sort=False):
+        array = int(own["array"].iloc[0])
+        found[f"client {client!r}" if clients[array] > 1 else source.arrays[array].where] = source.take_targets(own)
+    return found
+
+
+def _require_both(source: Source, rows: pd.DataFrame, faults: Sequence[str]) -> None:
     """Raise :class:`UsageError` naming clients without training or test samples, and the reasons, as ``faults``."""
     found = dict[str, str]()
-    for name, splits in clients.items():
+    for name, own in rows.groupby("client", sort=False):
         for split in ("train", "test"):
-            if split not in splits:
-                own = [(part, side) for part, side in zip(scan.parts, sides, strict=True) if part.client == name]
-                count = sum(len(side) for _, side in own)
-                if all((side == LEFT_OUT).all() for _, side in own):
+            if not (own["split"] == split).any():
+                if (own["split"] == LOST).all():
                     fix = "none of them can be read"
-                elif not any((part.side == UNSAID).any() for part, _ in own):
+                elif not (source.rows["split"][own.index] == DRAWN).any():
                     fix = "its parts must give it some"
-                elif any(len(part.group) for part, _ in own):
+                elif own["group"].notna().any():
                     fix = "its samples are all of one group"
                 else:
                     fix = "it has one sample of each class"
-                found.setdefault(name, f"client {name!r} has no sample for {split} among its {count}: {fix}")
+                found.setdefault(str(name), f"client {name!r} has no sample for {split} among its {len(own)}: {fix}")
     if found:
         why = "".join(f"; {said}" for name in found for said in faults if said.startswith(f"client {name!r}"))
         raise UsageError(
@@ -304,5 +290,5 @@ def federation(
 
     """
     reading = ReadOptions(classes=classes, target=target, task=task)
-    made = assemble(arrays, arrays.scan(clients, reading), reading)
+    made = assemble(arrays.read(clients, reading), reading)
     return replace(made, name=name, note=note)

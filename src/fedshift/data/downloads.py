@@ -17,7 +17,7 @@ from urllib.request import Request, urlopen
 
 from ..utils.errors import FedshiftError, Ref, UsageError
 from .datasets._card import Card, Remote
-from .files.read_options import Progress
+from .source import Progress
 
 TIMEOUT = 60.0
 """Seconds to wait for the server's response."""

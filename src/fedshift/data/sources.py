@@ -18,11 +18,11 @@ from ..utils.errors import Ref, UsageError, unknown_name
 from .assembly import read_source
 from .assignment import describe_assignment, saved
 from .federation import Federation
-from .files.read_options import Progress, ReadOptions
 from .partition import CHANGES, Change, match_names
 from .preparation import HALF, IMAGENET, UNIT
 from .readers import refuse_unused
 from .schema import Layout, Schema
+from .source import Progress, ReadOptions
 
 
 def _accept_change(change: object, text: str | None) -> Change:
@@ -62,7 +62,7 @@ def load_source(
     data: object,
     spec: DataSpec,
     progress: Progress | None = None,
-    differing: tuple[int, int] | None = None,
+    size_if_mixed: tuple[int, int] | None = None,
     schema: Layout | None = None,
     task: Task | None = None,
 ) -> Federation:
@@ -73,14 +73,14 @@ def load_source(
             (:data:`~fedshift.data.readers.FORMS`).
         spec: Settings of the data.
         progress: Callback for progress.
-        differing: Height and width for resizing images of different sizes; None: refuse such images.
-        schema: Layout of the data that user files join, see :class:`~fedshift.data.files.read_options.ReadOptions`.
+        size_if_mixed: Height and width for resizing images of different sizes; None: refuse such images.
+        schema: Layout of the data that user files join, see :class:`~fedshift.data.source.ReadOptions`.
         task: The prediction task; None: the one in ``spec``, or else the task of the data.
 
     """
     task = TASKS.parse(spec.task) if task is None and spec.task else task
     kind = schema.task.unfitted() if isinstance(schema, Schema) else task
-    reading = ReadOptions.from_spec(spec, task=kind, schema=schema, progress=progress, differing=differing)
+    reading = ReadOptions.from_spec(spec, task=kind, schema=schema, progress=progress, size_if_mixed=size_if_mixed)
     whole = True  # in which clients are still to be chosen
     if isinstance(data, Federation):
         refuse_unused(reading, (), "a Federation")
@@ -188,13 +188,13 @@ def normalize(data: Federation, choice: str | None) -> Federation:
 
 
 def load_federation(
-    data: object, spec: DataSpec, progress: Progress | None = None, differing: tuple[int, int] | None = None
+    data: object, spec: DataSpec, progress: Progress | None = None, size_if_mixed: tuple[int, int] | None = None
 ) -> Federation:
     """Load, split, scale and check the clients of ``data``, with unchanged targets.
 
-    ``differing``: as in :func:`load_source`.
+    ``size_if_mixed``: as in :func:`load_source`.
     """
-    return prepare_clients(load_source(data, spec, progress, differing), spec)
+    return prepare_clients(load_source(data, spec, progress, size_if_mixed), spec)
 
 
 def prepare_clients(data: Federation, spec: DataSpec) -> Federation:

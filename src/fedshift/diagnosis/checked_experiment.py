@@ -7,7 +7,7 @@ from dataclasses import replace
 from ..config.spec import CompareSpec, RunSpec
 from ..data.checks.faults import judge_test_sizes
 from ..data.checks.quality import check_data
-from ..data.files.read_options import Progress
+from ..data.source import Progress
 from ..experiments.experiment import Experiment
 from ..experiments.factory import make_experiment
 

@@ -32,7 +32,7 @@ from ..config.expressions import trust_only
 from ..config.spec import AUTO
 from ..core.method import Method
 from ..core.optimizer import AdamW, Optimizer, TorchOptimizer
-from ..data.files.read_options import Progress
+from ..data.source import Progress
 from ..engines.engine import Diverged
 from ..experiments.callbacks import Callback
 from ..experiments.duration import Cost

@@ -17,7 +17,7 @@ import numpy as np
 import pandas as pd
 
 from ..data.federation import Federation
-from ..data.files.read_options import Progress
+from ..data.source import Progress
 from ..utils.errors import UsageError
 from ..utils.random_streams import stream
 from .site_features import Floats, Ints, SiteRows, read_rows

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Literal
 
 from ..core.kernel import global_state, personal_state
-from ..data.files.read_options import Progress
+from ..data.source import Progress
 from ..engines.engine import Diverged
 from ..evaluation.metrics import evaluate_together
 from ..results.run_directory import RunDirectory, trial_folder

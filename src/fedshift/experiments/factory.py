@@ -20,9 +20,9 @@ from ..core.schedule import SCHEDULES
 from ..core.work import AMOUNTS, Work
 from ..data.augmentation import AUGMENTATIONS
 from ..data.federation import Federation, encode_targets
-from ..data.files.read_options import Progress
 from ..data.partition import match_names
 from ..data.preparation import Normalization
+from ..data.source import Progress
 from ..data.sources import data_root, load_source, prepare_clients, write_assignment
 from ..methods import METHODS
 from ..models import MODELS, LibraryModel, ModelFactory, NetworksOfInputs

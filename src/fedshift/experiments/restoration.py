@@ -13,7 +13,7 @@ from ..config.given_settings import select_settings
 from ..config.settings_file import FILE, read_run_settings
 from ..config.spec import CompareSpec, RunSpec
 from ..core.method import Method
-from ..data.files.read_options import Progress
+from ..data.source import Progress
 from ..methods import METHODS
 from ..results.checkpoint import load_checkpoint
 from ..results.run_directory import trial_folder, was_served

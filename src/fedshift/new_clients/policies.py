@@ -16,8 +16,8 @@ from torch import device
 from ..analysis.influence import Floats, find_influence
 from ..core.plan import Plan
 from ..data.federation import ClientData, Federation
-from ..data.files.read_options import Progress
 from ..data.samples import Samples
+from ..data.source import Progress
 from ..engines.engine import Diverged
 from ..evaluation.metrics import measure_singly
 from ..evaluation.policy import POLICIES, Policy, check_policy, explain_inapplicable

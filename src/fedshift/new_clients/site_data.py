@@ -25,7 +25,6 @@ from ..data.far_values import judge_newcomers
 from ..data.federation import ClientData, Federation
 from ..data.files.image_store import ImageFile, read_all
 from ..data.files.images import describe_broken, describe_lost, refuse_broken
-from ..data.files.read_options import Progress, ReadOptions
 from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
@@ -33,8 +32,8 @@ from ..data.patches import Patches
 from ..data.readers.arrays import holds_hub_datasets, holds_tables
 from ..data.readers.images import choose_decodings, decode_images, inspect_images, make_part
 from ..data.samples import Samples, join_several, to_samples
-from ..data.scan import Part
 from ..data.schema import Schema
+from ..data.source import Part, Progress, ReadOptions
 from ..data.sources import READ, load_source
 from ..data.stores import RecentArrays
 from ..experiments.experiment import Experiment
@@ -58,7 +57,7 @@ def load_site(
     asked = replace(spec, domains=clients, split=None, samples=None, validation=0.0, classes=None, **own)
     size = () if schema.preparation.patched else schema.preparation.shape[1:]
     differing = (size[0], size[1]) if len(size) == 2 else None
-    made = join_schema(load_source(data, asked, progress, differing, schema), schema)
+    made = join_schema(load_source(data, asked, progress, size_if_mixed, schema), schema)
     return check_data(made, spec.on_data_error)
 
 
@@ -130,7 +129,7 @@ def _read_images(
     height, width = shape[1:]
     patch = (height, width) if schema.preparation.patched else ()
     reading = ReadOptions(
-        image_size=spec.image_size, differing=(height, width), on_data_error=spec.on_data_error, progress=progress,
+        image_size=spec.image_size, size_if_mixed=(height, width), on_data_error=spec.on_data_error, progress=progress,
         patch=f"{width},{height}" if patch else None, schema=schema,
     )  # fmt: skip
     name = client_name(path)

@@ -36,8 +36,8 @@ from ..analysis.similarity import Reals, cosine, mean_distance, variance_distanc
 from ..core.network import forward
 from ..core.plan import Plan
 from ..data.federation import ClientData
-from ..data.files.read_options import Progress
 from ..data.partition import match_names
+from ..data.source import Progress
 from ..evaluation.metrics import BATCH
 from ..experiments.cross_site import train_further
 from ..experiments.experiment import Experiment

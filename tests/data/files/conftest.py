@@ -11,8 +11,8 @@ from PIL import Image
 
 from fedshift.data.assembly import assemble
 from fedshift.data.federation import Federation
-from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers import images as reader
+from fedshift.data.source import ReadOptions
 from fedshift.utils.errors import UsageError
 
 SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")
@@ -56,7 +56,7 @@ def read(tmp_path: Path, root: Path):
 
     def through(path: Path = root, **choices) -> Federation:
         reading = ReadOptions(**({"cache": tmp_path / "cache"} | choices))
-        return assemble(reader, reader.scan(path, reading), reading)
+        return assemble(reader.read(path, reading), reading)
 
     return through
 

@@ -17,7 +17,7 @@ from fedshift.data.assembly import read_source
 from fedshift.data.decoding import signals
 from fedshift.data.decoding import volumes as volume_decoding
 from fedshift.data.decoding.images import Unreadable, explain_unreadable
-from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.source import ReadOptions
 from fedshift.utils.errors import UsageError
 from tests.data.files.conftest import noise, refused, samples, write
 

@@ -10,8 +10,8 @@ import pytest
 
 from fedshift.data.assembly import read_folder, read_source
 from fedshift.data.columns import Column, read_numerals
-from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers.tables import read_rows
+from fedshift.data.source import ReadOptions
 from fedshift.utils.errors import UsageError
 
 

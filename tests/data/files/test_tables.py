@@ -16,9 +16,8 @@ from sklearn.preprocessing import StandardScaler
 from fedshift.data.assembly import read_source
 from fedshift.data.columns import Column
 from fedshift.data.federation import Federation
-from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers.tables import can_read
-from fedshift.data.scan import draw_groups
+from fedshift.data.source import ReadOptions, draw_groups
 from fedshift.utils.errors import UsageError
 
 READING = ReadOptions(client_column="site", target="ill", split_column="part")

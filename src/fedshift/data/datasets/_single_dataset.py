@@ -11,10 +11,10 @@ from numpy.typing import ArrayLike
 
 from ..assembly import assemble
 from ..federation import ClientData, Federation
-from ..files.read_options import ReadOptions
 from ..formats import read_idx
 from ..readers import arrays
 from ..samples import Samples, to_samples
+from ..source import ReadOptions
 from ._card import Card, Remote, make_card
 
 TrainAndTest = tuple[Samples, Samples]
@@ -106,5 +106,5 @@ def read_idx_files(x_train: Path, y_train: Path, x_test: Path, y_test: Path) -> 
 
 def _read_packed(file: Path) -> TrainAndTest:
     reading = ReadOptions(domains=(file.stem,))
-    client = assemble(arrays, arrays.scan(file.parent, reading), reading).clients[0]
+    client = assemble(arrays.read(file.parent, reading), reading).clients[0]
     return client.train, client.test

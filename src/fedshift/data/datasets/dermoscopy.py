@@ -18,12 +18,12 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..files.read_options import Progress
 from ..formats import read_csv, read_npz
 from ..groups import number_groups
 from ..partition import split_stratified
 from ..preparation import IMAGENET
 from ..samples import Samples
+from ..source import Progress
 from ._card import make_card, require_choices
 from ._file_lists import COLUMNS, read_listed
 

@@ -9,8 +9,8 @@ from ...utils.errors import UsageError
 from ...utils.words import join_some
 from ..federation import Federation
 from ..files.images import list_categories
-from ..files.read_options import Progress
 from ..preparation import UNIT
+from ..source import Progress
 from . import _file_lists as listing
 from ._card import make_card, require_choices
 from ._file_lists import Folders, Lists, find_domains

@@ -41,7 +41,7 @@ from ...utils.errors import UsageError
 from ..decoding.images import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from ..decoding.resizing import describe_stretch
 from ..patches import extend
-from .read_options import Progress
+from ..source import Progress
 
 Pixels = NDArray[np.generic]
 Key = TypeVar("Key")

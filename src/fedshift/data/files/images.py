@@ -16,8 +16,8 @@ from ...utils.words import Information, join_some
 from ..decoding.dicom import DICOM, holds_slices, is_dicom
 from ..decoding.images import SUFFIXES
 from ..decoding.volumes import is_volume
+from ..source import ReadOptions
 from .image_store import ImageFacts, ImageFile, ImageStore
-from .read_options import ReadOptions
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
 """Parts of a client's data, by folder name."""

@@ -17,8 +17,8 @@ from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..decoding.volumes import find_stem
 from ..patches import make_box
+from ..source import ReadOptions
 from .image_store import ImageFile
-from .read_options import ReadOptions
 
 IMAGES, MASKS, FIELDS = "images", "masks", "fov"
 """Folders of a client: images, their masks and, optionally, the fields of view, outside of which pixels are ignored."""

@@ -39,9 +39,9 @@ from ..decoding.volumes import (
 from ..federation import Federation
 from ..patches import extend
 from ..schema import Schema
+from ..source import ReadOptions
 from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from . import image_store
-from .read_options import ReadOptions
 
 OWN_RANGE = (
     "each medical image is scaled by its own 0.5th and 99.5th percentiles, since its file names no unit; --window "

@@ -7,14 +7,11 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 from pkgutil import iter_modules
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 from ...utils.errors import Ref, UsageError
-from ..scan import Reader
 from ..schema import Schema
-
-if TYPE_CHECKING:
-    from ..files.read_options import ReadOptions
+from ..source import Reader, ReadOptions
 
 FORMS = (
     "a name, a directory, a Federation, {client: (x_train, y_train, x_test, y_test)}, {client: (train, test)} with "

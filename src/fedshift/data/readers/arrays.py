@@ -17,10 +17,12 @@ import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import pandas as pd
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
@@ -31,12 +33,11 @@ from ...utils.words import join_some
 from ..agreement import refuse_other_class_names
 from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
-from ..files.read_options import ReadOptions
 from ..formats import open_arrays
 from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
-from ..scan import SPLITS, UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
 from ..schema import Schema
+from ..source import SPLITS, Array, Decoded, Divide, ReadOptions, Source, choose_clients, list_rows
 from ..stores import DatasetStore
 
 holds = "arrays"
@@ -61,17 +62,17 @@ def can_read(source: object) -> bool:
     return (isinstance(source, Mapping) or is_hub_dataset(source)) and not holds_tables(source)
 
 
-def scan(source: Any, reading: ReadOptions) -> Scan:
+def read(source: Any, reading: ReadOptions) -> Source:
     """Return the clients in ``source``; datasets and ``.npz`` files are read now."""
     if not holds_hub_datasets(source):
         for name in sorted({"client_column", "target"} & reading.changed if reading.schema is None else ()):
             raise UsageError("{} is for tables and datasets of HuggingFace, not for arrays: leave it out", Ref(name))
     if not isinstance(source, Path) and hold_all_clients(source, reading):
-        return _scan_whole(source if isinstance(source, Mapping) else {"": source}, reading)
+        return _read_whole(source if isinstance(source, Mapping) else {"": source}, reading)
     files = _find_files(source) if isinstance(source, Path) else {}
     if source in files.values() and reading.schema is None:
         raise UsageError(f"{source} is one client: give a directory with a file or folder for each client")
-    parts, class_names, notices = list[Part](), dict[str, Sequence[str]](), _name_unread(source, files)
+    splits, class_names, notices = list[_Split](), dict[str, Sequence[str]](), _name_unread(source, files)
     chosen = choose_clients(sort_names(files) or source, reading)
     for done, client in enumerate(chosen, 1):
         where = str(files.get(client, f"client {client!r}"))
@@ -79,28 +80,38 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
             for split, (part, group) in _list_splits(where, data, reading.groups, notices if files else None).items():
                 told = f"{where}, {split or 'train'} data"
                 class_names[told] = list_class_names(part, reading.target)
-                made = _scan_split(client, told, split, part, group, reading, _list_inputs(reading, parts))
-                parts.append(replace(made, source=to_store(made.source, told)) if files else made)
+                made = _read_split(client, told, split, part, group, reading, _list_inputs(reading, splits))
+                splits.append(made._replace(x=to_store(made.x, told)) if files else made)
         if files and reading.progress:
             reading.progress("arrays", done, len(chosen))
     refuse_other_class_names(class_names)
     name = source.resolve().name if files else NAME
     note = f"{{clients}} {'files of .npz' if files[chosen[0]].is_file() else 'folders of .npy'}" if files else ""
-    return Scan(name=name, parts=tuple(parts), task=reading.task, note=note, notices=tuple(notices))
+    return _make_source(splits, reading, name=name, note=note, notices=tuple(notices))
 
 
-def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
-    """Return the clients' inputs; parts with one array share its store."""
-    keys = [id(part.source) for part in scan.parts]
-    sources = dict(zip(reversed(keys), reversed(scan.parts), strict=True))  # the first of those that share an array
-    stores = {key: to_store(part.source, part.where) for key, part in sources.items()}
-    trained = {
-        part.where: stores[key]
-        for key, part in zip(keys, scan.parts, strict=True)
-        if (assign(part, ()) == SPLITS.index("train")).any()
-    }
-    notices = describe_arrays(trained, several=any(part.inputs for part in scan.parts))
-    return Loaded(stores=[stores[key] for key in keys], notices=tuple(notices))
+class _Split(NamedTuple):
+    """Samples of one array: ``x`` as given, the array's targets, and their rows."""
+
+    x: Any
+    array: Array
+    rows: pd.DataFrame
+
+
+def _make_source(splits: Sequence[_Split], reading: ReadOptions, **facts: Any) -> Source:
+    rows = pd.concat([split.rows.assign(array=at) for at, split in enumerate(splits)], ignore_index=True)
+    arrays = tuple(split.array for split in splits)
+    return Source(rows=rows, arrays=arrays, decode=partial(_open_stores, splits, rows), task=reading.task, **facts)
+
+
+def _open_stores(splits: Sequence[_Split], rows: pd.DataFrame, divide: Divide) -> Decoded:
+    """Return the clients' inputs; splits with one array share its store."""
+    first = {id(split.x): split for split in reversed(splits)}
+    stores = {key: to_store(split.x, split.array.where) for key, split in first.items()}
+    trained = set(rows["array"][divide(()) == "train"])
+    named = {split.array.where: stores[id(split.x)] for at, split in enumerate(splits) if at in trained}
+    notices = describe_arrays(named, several=any(split.array.inputs for split in splits))
+    return Decoded(stores=[stores[id(split.x)] for split in splits], notices=tuple(notices))
 
 
 # Files
@@ -277,10 +288,10 @@ def _name_unused(where: str, arrays: Iterable[object], used: Collection[str], no
         notices.append(f"{where}: arrays that are not read: {join_some(unused)}; the data are {', '.join(used)}")
 
 
-def _scan_split(
+def _read_split(
     client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str],
     skip: Sequence[str] = (),
-) -> Part:  # fmt: skip
+) -> _Split:  # fmt: skip
     """Return the samples of a split; ``order`` of several inputs, ``skip``: columns that are no inputs."""
     if isinstance(data, LazyDataset):
         x: Any = DatasetStore(data, where, reading.target, order)
@@ -289,50 +300,45 @@ def _scan_split(
         x, y = read_part(data, where, reading.target, skip or list(filter(None, [reading.groups])))
         x, inputs = join_several(x, where, order)
     targets = read_targets(x, y, where, reading.task)
-    groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else UNGROUPED
+    groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else None
     if group is not None:
         groups = np.array(group).astype(np.str_)
         if groups.shape != (len(targets),):
             raise UsageError(f"{where}: groups of shape {groups.shape} for {len(targets)} samples: give each one group")
-    return Part.whole(client, where, targets, split, x, groups, inputs)
+    rows = list_rows(client, 0, len(targets), split=split, group=groups)
+    return _Split(x, Array(where=where, y=targets, inputs=inputs), rows)
 
 
-def _list_inputs(reading: ReadOptions, parts: Sequence[Part]) -> list[str]:
-    """Return the names of several inputs, in the order of the run that the data join, or else of the first part."""
+def _list_inputs(reading: ReadOptions, splits: Sequence[_Split]) -> list[str]:
+    """Return the names of several inputs, in the order of the run that the data join, or else of the first split."""
     inputs = reading.schema.preparation.inputs if isinstance(reading.schema, Schema) else ()
-    return [each.name for each in inputs or [each for part in parts[:1] for each in part.inputs]]
+    return [each.name for each in inputs or [each for split in splits[:1] for each in split.array.inputs]]
 
 
 # Datasets of all clients
 
 
-def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
+def _read_whole(datasets: Mapping[str, Any], reading: ReadOptions) -> Source:
     """Return the clients of datasets with a column of clients, by split (``""``: all in one)."""
-    column, parts = str(reading.client_column), list[Part]()
+    column, splits = str(reading.client_column), list[_Split]()
     skip = [column, *([reading.groups] if reading.groups else [])]
     refuse_other_class_names(
-        {f"{split} data": list_class_names(data, reading.target, skip) for split, data in splits.items()}
+        {f"{split} data": list_class_names(data, reading.target, skip) for split, data in datasets.items()}
     )
-    for split, data in splits.items():
+    for split, data in datasets.items():
         for name in skip:
             if name not in data.column_names:
                 raise unknown_name("column", name, data.column_names)
         where = f"data, {split} data" if split else "data"
-        drawn = split != "validation" and "test" not in splits
-        part = _scan_split("", where, "" if drawn else split, data, None, reading, _list_inputs(reading, parts), skip)
-        owner = np.array(list(map(str, data[column])))
-        for client in np.unique(owner).tolist():
-            rows = np.flatnonzero(owner == client)
-            own = {
-                "y": part.y[rows],
-                "side": part.side[rows],
-                "group": part.group[rows] if len(part.group) else UNGROUPED,
-            }
-            told = f"client {client!r}, {split or 'train'} data"
-            parts.append(replace(part, client=client, where=told, rows=rows, **own))
-    chosen = choose_clients(sort_names({part.client for part in parts}), reading)
-    ordered = tuple(part for client in chosen for part in parts if part.client == client)
-    return Scan(name=NAME, parts=ordered, task=reading.task)
+        drawn = split != "validation" and "test" not in datasets
+        order = _list_inputs(reading, splits)
+        made = _read_split("", where, "" if drawn else split, data, None, reading, order, skip)
+        splits.append(made._replace(rows=made.rows.assign(client=list(map(str, data[column])))))
+    source = _make_source(splits, reading, name=NAME)
+    chosen = choose_clients(sort_names(source.rows["client"].unique()), reading)
+    place = source.rows["client"].map({client: at for at, client in enumerate(chosen)}).dropna()
+    rows = source.rows.loc[place.sort_values(kind="stable").index].reset_index(drop=True)
+    return replace(source, rows=rows, decode=partial(_open_stores, splits, rows))
 
 
 # Objects that hold clients

@@ -18,14 +18,12 @@ import pyarrow as pa
 from ...utils.errors import UsageError
 from ..agreement import refuse_other_class_names
 from ..arrays import list_class_names
-from ..files.read_options import ReadOptions
-from ..scan import SPLITS, Scan, choose_clients
+from ..source import SPLITS, ReadOptions, Source, choose_clients
 from . import tables
 from .arrays import NAME, hold_all_clients, holds_tables, is_table
 
 holds = "tables in memory"
 options = tables.options
-load = tables.load
 
 SPLIT = "split"
 """Name of the column that is added to tables given in parts."""
@@ -36,7 +34,7 @@ def can_read(source: object) -> bool:
     return (isinstance(source, Mapping) or is_table(source)) and holds_tables(source)
 
 
-def scan(source: Any, reading: ReadOptions) -> Scan:
+def read(source: Any, reading: ReadOptions) -> Source:
     """Return the clients in ``source``."""
     if hold_all_clients(source, reading):
         frames = {"data": source}
@@ -57,7 +55,7 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
     reading = replace(reading, split_column=SPLIT) if in_parts else reading
     if reading.schema is not None and reading.client_column not in opened[0].names:
         reading = replace(reading, client_column=None)
-    return tables.scan_tables(opened, NAME, reading)
+    return tables.read_tables(opened, NAME, reading)
 
 
 def _name_parts(name: str, given: Any) -> dict[str, Any]:

@@ -45,20 +45,20 @@ from ..columns import (
     may_measure,
     read_numerals,
 )
-from ..files.read_options import ReadOptions
 from ..identity import clean_name, group_alike, match_name, merge_names, sort_names
 from ..preparation import FeatureScaling
 from ..samples import digest_each
-from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
+from ..source import DRAWN, Array, Decoded, Divide, ReadOptions, Source, choose_clients, list_rows
 from ..usual_values import find_outlying
 
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
 SIDES = {
-    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "development": 1, "test": 2,
-    "testing": 2, "holdout": 2, "hold-out": 2,
-}  # fmt: skip
-"""Values of a split column (case-insensitive), and the index in :data:`~fedshift.data.scan.SPLITS` of each."""
+    **dict.fromkeys(("train", "training"), "train"),
+    **dict.fromkeys(("val", "valid", "validation", "dev", "development"), "validation"),
+    **dict.fromkeys(("test", "testing", "holdout", "hold-out"), "test"),
+}
+"""Values of a split column (case-insensitive), and the split of each."""
 MOST_CLASSES, MOST_CATEGORIES, MOST_REMARKS = 100, 50, 50
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
@@ -600,7 +600,7 @@ def can_read(source: object) -> bool:
     return isinstance(source, Path) and bool(find_tables(source))
 
 
-def scan(source: Path, reading: ReadOptions) -> Scan:
+def read(source: Path, reading: ReadOptions) -> Source:
     """Return the clients of the table at ``source``, or of the tables in that directory.
 
     Raises :class:`UsageError` if the data cannot be used, naming file, column, client or rows.
@@ -626,7 +626,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         [file.name for file in sorted(source.iterdir()) if _may_hold_rows(file, reading)] if source.is_dir() else []
     )
     fault = f"{join_some(unread)} in {source} may hold rows, and is left out: write {', '.join(SUFFIXES)}"
-    return replace(scan_tables(list(map(read_table, files)), name, reading), faults=(fault,) if unread else ())
+    return replace(read_tables(list(map(read_table, files)), name, reading), faults=(fault,) if unread else ())
 
 
 def _may_hold_rows(file: Path, reading: ReadOptions) -> bool:
@@ -640,7 +640,7 @@ def _may_hold_rows(file: Path, reading: ReadOptions) -> bool:
     return len(cells) > 1 and {cell.strip() for cell in cells}.issuperset(reading.targets)
 
 
-def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Scan:
+def read_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Source:
     """Return the clients of ``tables`` as the data ``name``; refuse tables with other columns."""
     _refuse_other_columns(tables, reading)
     reading, notices = _check_roles(tables, reading)
@@ -666,31 +666,38 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     constant = [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
-    parts = [_make_part(rows, y, name, np.flatnonzero(client == name), reading) for name in rows.names]
-    return Scan(
-        name=name, parts=tuple(parts), task=task, classes=classes, class_names=class_names, notices=tuple(notices),
-        note=f"{{samples}} rows of {{clients}} clients, {len(columns)} columns", source=(rows, tuple(columns), values),
+    places = {name: np.flatnonzero(client == name) for name in rows.names}
+    return Source(
+        name=name,
+        rows=pd.concat(
+            [_list_rows(rows, *own, at, reading) for at, own in enumerate(places.items())], ignore_index=True
+        ),
+        arrays=tuple(Array(where=f"client {name!r}", y=y[torch.from_numpy(here)]) for name, here in places.items()),
+        decode=partial(_prepare_clients, rows, places, tuple(columns), values, reading),
+        task=task, classes=classes, class_names=class_names, notices=tuple(notices),
+        note=f"{{samples}} rows of {{clients}} clients, {len(columns)} columns",
     )  # fmt: skip
 
 
-def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+def _prepare_clients(
+    rows: TableRows, places: Mapping[str, Ints], columns: tuple[Column, ...], values: Sequence[Numbers],
+    reading: ReadOptions, divide: Divide,
+) -> Decoded:  # fmt: skip
     """Return the features of each client's rows, float32 ``[N, D]``, filled and scaled by its training rows."""
-    rows, columns, values = scan.source
     made, filled, empty, coarse = [], list[str](), dict[str, list[str]](), dict[str, None]()
-    for part in scan.parts:
-        here = part.source
+    trained = np.split(divide(()) == "train", np.cumsum([len(here) for here in places.values()])[:-1])
+    for (client, here), training in zip(places.items(), trained, strict=True):
         x = np.concatenate([spread(own[here], column) for own, column in zip(values, columns, strict=True)], axis=1)
         if reading.missing == "refuse":
-            _refuse_missing(part.client, x, columns)
-        train = np.flatnonzero(assign(part, ()) == SPLITS.index("train"))
+            _refuse_missing(client, x, columns)
         made.append(prepare_rows(
-            x, train, columns, scaled=reading.scaling == "client",
+            x, np.flatnonzero(training), columns, scaled=reading.scaling == "client",
             locate=partial(_locate_row, rows, here),
         ))  # fmt: skip
-        filled += [f"{part.client} {made[-1].filled}"] if made[-1].filled else []
+        filled += [f"{client} {made[-1].filled}"] if made[-1].filled else []
         coarse |= dict.fromkeys(made[-1].coarse)
         for name in made[-1].empty:
-            empty.setdefault(name, []).append(part.client)
+            empty.setdefault(name, []).append(client)
     notices = [
         f"column {column!r} has no value in the training rows of {join_some(map(repr, clients))}: it is 0 in all "
         "their rows"
@@ -704,9 +711,9 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     if coarse:
         names = join_some(map(repr, coarse))
         notices.append(f"most differences are lost, since the network's numbers have seven digits, in {names}")
-    return Loaded(
+    return Decoded(
         stores=[torch.from_numpy(prepared.x) for prepared in made], columns=columns, notices=tuple(notices),
-        normalizations=[prepared.scaling for prepared in made],
+        scalings=[prepared.scaling for prepared in made],
     )  # fmt: skip
 
 
@@ -801,12 +808,9 @@ def _loses_digits(values: NDArray[np.floating], rounded: NDArray[np.float32]) ->
     return 2 * len(np.unique(rounded)) < len(np.unique(values)) + 1
 
 
-def _make_part(rows: TableRows, y: torch.Tensor, client: str, here: Ints, reading: ReadOptions) -> Part:
+def _list_rows(rows: TableRows, client: str, here: Ints, array: int, reading: ReadOptions) -> pd.DataFrame:
     """Return the rows of one client, whose numbers among those that are read are ``here``."""
-    own, group = rows.roles.iloc[rows.read[here]], np.empty(0, np.str_)
-    if reading.groups:
-        group = own[reading.groups].to_numpy(np.str_)
-    side: Sides = np.full(len(here), UNSAID, np.int8)
+    own, split = rows.roles.iloc[rows.read[here]], None
     if reading.split_column:
         told = own[reading.split_column].str.lower().map(SIDES)
         if told.isna().any():
@@ -815,11 +819,9 @@ def _make_part(rows: TableRows, y: torch.Tensor, client: str, here: Ints, readin
                 f"{rows.locate(rows.read[here[at]])}: {own[reading.split_column].iloc[at[0]]!r} in column "
                 f"{reading.split_column!r}, the split of rows; allowed are {', '.join(SIDES)}"
             )
-        side = told.to_numpy().astype(np.int8)
-    return Part(
-        client=client, where=f"client {client!r}", y=y[torch.from_numpy(here)], side=side, rows=np.arange(len(here)),
-        group=group, source=here,
-    )  # fmt: skip
+        split = told.to_numpy()
+    group = own[reading.groups].astype(str).to_numpy() if reading.groups else None
+    return list_rows(client, array, len(here), split=DRAWN if split is None else split, group=group)
 
 
 def _refuse_missing(client: str, x: Numbers, columns: Sequence[Column]) -> None:
@@ -906,13 +908,13 @@ def _find_split(name: str, tables: Sequence[Table]) -> set[str] | None:
         return None
     values = {value.lower() for column in columns for value in clean_texts(column).unique().to_pylist() if value}
     sides = {SIDES.get(value) for value in values}
-    if called and sides > {0, None}:
+    if called and sides > {"train", None}:
         raise UsageError(
             f"column {name!r} holds {', '.join(map(repr, sorted(values)[:3]))}: the split of rows is one of "
             f"{', '.join(SIDES)}; write these, rename the column, or leave it out ({{}})",
             Ref(ignore_columns=name),
         )
-    return values if called or (None not in sides and sides >= {0, 2}) else None
+    return values if called or (None not in sides and sides >= {"train", "test"}) else None
 
 
 def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
