@@ -17,7 +17,7 @@ from PIL import Image
 from fedshift.data import downloads as module
 from fedshift.data.datasets._card import Card, Remote
 from fedshift.data.downloads import fetch
-from fedshift.data.files.images import find_clients
+from fedshift.data.files.listing import find_clients
 from fedshift.utils.errors import FedshiftError, UsageError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)

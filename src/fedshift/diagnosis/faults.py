@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from ..data.agreement import FRACTIONS, SIGNED, check_scales, name_scales
 from ..data.copies import MANY_NUMBERS
 from ..data.federation import Federation
-from ..data.files.volumes import compare_spacings, is_resampled, list_headers
+from ..data.files.grids import compare_spacings, is_resampled, list_headers
 from ..report.differences import FEWEST_UNITS
 from ..tasks import Classification, Regression, Segmentation, Survival
 from ..tasks.segmentation import find_empty_masks

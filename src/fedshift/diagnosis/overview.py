@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.federation import PLURALS, ClientData, Federation
-from ..data.files.volumes import list_headers
+from ..data.files.grids import list_headers
 from ..data.pictures import to_pictures
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples

@@ -9,8 +9,8 @@ import pyarrow.parquet as pq
 import pytest
 
 from fedshift.data.assembly import read_source
-from fedshift.data.readers import tables
 from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.readers import tables
 from fedshift.utils import files
 from fedshift.utils.errors import UsageError
 

@@ -16,7 +16,6 @@ from sklearn.preprocessing import StandardScaler
 from fedshift.data.assembly import read_source
 from fedshift.data.columns import Column
 from fedshift.data.federation import Federation
-from fedshift.data.readers import tables
 from fedshift.data.files.read_options import ReadOptions
 from fedshift.data.readers.tables import can_read
 from fedshift.data.scan import draw_groups

@@ -233,6 +233,12 @@ def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
     return np.array(known, float)
 
 
+def holds_hounsfield(found: Any) -> bool:
+    """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
+    unit, inverted = found.get("RescaleType") or "HU", found.get("PhotometricInterpretation") == "MONOCHROME1"
+    return found.get("Modality") == "CT" and unit == "HU" and not inverted
+
+
 def read_values(found: Any) -> Array:
     """Return the pixels of a data set in the unit of its slope and intercept, float64, or as stored without these.
 

@@ -22,7 +22,7 @@ from ...config.spec import CompareSpec, RunSpec
 from ...data.agreement import KINDS, refuse_other_labels, refuse_other_scales
 from ...data.columns import Column, Holds, feature_offsets
 from ...data.federation import PLURALS, ClientData, Federation
-from ...data.files.images import sort_classes
+from ...data.files.listing import sort_classes
 from ...data.inputs import MOST_INPUTS, require_layout
 from ...data.readers.tables import MOST_CATEGORIES, number_classes
 from ...data.samples import Samples

@@ -12,7 +12,8 @@ from ...config.seeds import parse_seeds
 from ...config.settings_file import FILE
 from ...config.spec import CompareSpec, RunSpec
 from ...data.decoding import Decoding
-from ...data.decoding.volumes import parse_spacing, parse_window
+from ...data.decoding.ranges import parse_window
+from ...data.decoding.volumes import parse_spacing
 from ...data.federation import Federation
 from ...data.patches import Patches, parse_size
 from ...data.sources import SCALES
