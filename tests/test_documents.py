@@ -16,12 +16,13 @@ import pytest
 import torch
 
 import fedshift
+from fedshift.analysis.statistics import FEWEST_UNITS
 from fedshift.cli import deployment
 from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.decoding import dicom
-from fedshift.data.decoding import volumes as volume_decoding
+from fedshift.data.decoding import ranges
 from fedshift.data.digits import digits
 from fedshift.data.files import cache
 from fedshift.data.sources import SPLITS
@@ -38,7 +39,6 @@ from fedshift.flower.site.policy import UPLOADS, SitePolicy
 from fedshift.methods import METHODS
 from fedshift.nn import deferred
 from fedshift.report import tables as report_tables
-from fedshift.report.differences import FEWEST_UNITS
 from fedshift.results import trial_records
 from fedshift.results.schema import PICTURED
 from fedshift.tasks.classification import FEW_CLASSES
@@ -292,7 +292,7 @@ def list_stated_numbers():
     """Sentences of pages around the numbers of the code: ``(page, sentence)``."""
     defaults = {field.name: field.default for field in fields(CompareSpec)}
     served = {name: each.default for name, each in inspect.signature(deployment.serve).parameters.items()}
-    low, high = volume_decoding.PERCENTILES
+    low, high = ranges.PERCENTILES
     return [
         ("README.md", f"[{len(list_catalog('methods'))} methods]"),
         ("README.md", f"[{WORDS[len(list_catalog('data.datasets'))]} data sets]"),
@@ -304,6 +304,8 @@ def list_stated_numbers():
         ("docs/data.md", f"(`--test-fraction`, {defaults['test_fraction']})"),
         ("docs/data.md", f"The cache is limited to {cache.LIMIT:g} GB"),
         ("docs/medical-images.md", f"its {low}th and {high}th percentiles become -1 and 1"),
+        ("docs/medical-images.md", f"fills over {ranges.SPARSE:.0%} of".replace("%", " %")),
+        ("docs/data.md", f"hold all but {ranges.EXCESS:.1%} of".replace("%", " %")),
         ("docs/medical-images.md", f"over {dicom.CLOSE:.0%} (and {dicom.ROUNDING:g} mm)".replace("%", " %")),
         ("docs/medical-images.md", f"more than {dicom.MOST_BYTES / 1e9:.1f} GB"),
         ("docs/data.md", f"fewer than {FEWEST_UNITS} test samples"),

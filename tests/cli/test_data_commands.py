@@ -152,13 +152,13 @@ def test_data_that_do_not_exist_are_refused(cli, command):
 def test_a_benchmark_is_fetched_to_where_root_says(cli, tmp_path, monkeypatch):
     asked = []
 
-    def download(name, card, root, *, progress, hub):
-        asked.append((name, card.title, root, hub))
+    def download(name, card, root, *, progress):
+        asked.append((name, card.title, root))
         return [root / name / "one.gz", root / name / "two.gz"]
 
     monkeypatch.setattr("fedshift.data.downloads.fetch", download)
-    done = cli("data", "fetch", "mnist", "--root", tmp_path / "kept", "--hub")
-    assert asked == [("mnist", "MNIST", tmp_path / "kept", True)]
+    done = cli("data", "fetch", "mnist", "--root", tmp_path / "kept")
+    assert asked == [("mnist", "MNIST", tmp_path / "kept")]
     assert done.out.split() == [str(tmp_path / "kept" / "mnist" / name) for name in ("one.gz", "two.gz")]
 
 

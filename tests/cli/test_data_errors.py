@@ -12,14 +12,14 @@ from torch import nn
 
 from fedshift.api import advise, compare, load_data
 from fedshift.data.assembly import federation, read_folder
+from fedshift.data.checks import quality
+from fedshift.data.checks.quality import check_data, examine, find_errors
 from fedshift.data.federation import Federation
-from fedshift.diagnosis import quality
-from fedshift.diagnosis.quality import check_data, examine, find_errors
 from fedshift.new_clients.own_network import adapt_network
 from fedshift.utils.errors import UsageError
 from tests.conftest import ARRAYS
 
-SPELLED = "Classes have names that differ only in spaces, case or codes of accents: 'One' and 'one'."
+SPELLED = "Classes have names that differ only in case, spaces, zeros or codes of characters: 'One' and 'one'."
 LOST = "Client 'north': 1 image in a format that is not read, left out (.webp)."
 LINE = f"2 errors in the data: {LOST} {SPELLED} `fedshift data check` shows how to correct them; "
 WORDS = ("--rounds", 1, "--batches", 1, "--batch-size", 4)

@@ -1,23 +1,19 @@
-"""Fetching from a server in this process: whole, resumed, cut, refused, wrong; and from a stand-in for the hub."""
+"""Fetching from a server in this process: whole, resumed, cut, refused, wrong."""
 
 import errno
 import hashlib
 import io
 import socket
-import sys
 import threading
-import types
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
 from fedshift.data import downloads as module
 from fedshift.data.datasets._card import Card, Remote
 from fedshift.data.downloads import fetch
-from fedshift.data.files.listing import find_clients
 from fedshift.utils.errors import FedshiftError, UsageError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
@@ -236,7 +232,7 @@ def test_a_full_disk_is_told_and_what_came_is_kept(server, tmp_path, place, monk
     usual = Path.open
 
     def opened(path, mode="r", *rest, **named):
-        return Full(path, mode) if path.suffix == ".part" else usual(path, mode, *rest, **named)
+        return io.BufferedWriter(Full(path, mode)) if path.suffix == ".part" else usual(path, mode, *rest, **named)
 
     monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(FedshiftError, match=r"cannot write .*file.bin.part: No space left on device. Make room"):
@@ -259,116 +255,3 @@ def test_what_cannot_be_fetched_is_refused_with_what_to_do(tmp_path):
         UsageError, match=r"cannot be fetched: get it from https://publisher.example and put into .*bench file.bin"
     ):
         fetch("bench", card(), tmp_path)
-    with pytest.raises(UsageError, match=r"'bench' cannot be fetched from huggingface\.co: get it"):
-        fetch("bench", card_of("http://127.0.0.1:9/file.bin"), tmp_path, hub=True)
-
-
-class ClassLabel:
-    def __init__(self, *names):
-        self.names = list(names)
-
-
-class Rows(list):
-    """As much of a data set of the package ``datasets`` as is used: rows, and features by column."""
-
-    def __init__(self, features, rows):
-        super().__init__(rows)
-        self.features = features
-
-    def cast_column(self, column, feature):
-        assert feature == ("Image", False)
-        assert column in self.features
-        return self
-
-
-def encoded(level: int, form: str = "PNG", mode: str = "RGB") -> dict[str, object]:
-    with io.BytesIO() as file:
-        Image.new(mode, (4, 3), level if mode == "L" else (level, 0, 0)).save(file, form)
-        return {"bytes": file.getvalue(), "path": None}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    """A package ``datasets`` whose data sets are what is put into the dictionary that the test gets."""
-    known: dict[tuple[str, ...], object] = {}
-
-    def load_dataset(*name):
-        if name not in known:
-            raise ConnectionError(f"no {name}")
-        return known[name]
-
-    package = types.SimpleNamespace(load_dataset=load_dataset, Image=lambda *, decode: ("Image", decode))
-    monkeypatch.setitem(sys.modules, "datasets", package)
-    return known
-
-
-def test_domains_of_the_hub_become_a_directory_of_the_same_image_files(hub, tmp_path):
-    features = {"image": None, "domain": None, "label": ClassLabel("dog", "cat")}
-    pictures = [encoded(10), encoded(20, "JPEG"), encoded(30)]
-    rows = [
-        {"image": picture, "domain": domain, "label": label}
-        for picture, domain, label in zip(pictures, ("photo", "photo", "sketch"), (0, 1, 1), strict=True)
-    ]
-    hub["lab/pets",] = {"train": Rows(features, rows)}
-    heard = []
-    files = fetch("pets", card(hub="lab/pets"), tmp_path, progress=lambda *news: heard.append(news))
-    tree = tmp_path / "pets" / "hub"
-    assert files == [tree]
-    assert list(find_clients(tree)) == ["photo", "sketch"]
-    wanted = ["photo/dog/000000.png", "photo/cat/000001.jpeg", "sketch/cat/000002.png"]
-    assert {str(file.relative_to(tree)) for file in tree.rglob("*.*")} == set(wanted)
-    for name, picture in zip(wanted, pictures, strict=True):
-        assert (tree / name).read_bytes() == picture["bytes"]
-    assert heard[-1] == ("images", 3, 3)
-    hub.clear()  # what is there is not fetched again
-    assert fetch("pets", card(hub="lab/pets"), tmp_path) == [tree]
-
-
-def test_centers_and_splits_of_the_hub_become_folders(hub, tmp_path):
-    features = {"image": None, "center": None, "label": None}
-    hub["lab/skin",] = {
-        split: Rows(features, [{"image": encoded(level), "center": 5, "label": 7}])
-        for split, level in (("train", 1), ("test", 2))
-    }
-    fetch("skin", card(hub="lab/skin"), tmp_path)
-    tree = tmp_path / "skin" / "hub"
-    assert {str(file.relative_to(tree)) for file in tree.rglob("*.png")} == {
-        "5/train/7/000000.png",
-        "5/test/7/000000.png",
-    }
-
-
-@pytest.mark.parametrize(("mode", "column", "shape"), [("L", "image", (2, 3, 4)), ("RGB", "img", (2, 3, 4, 3))])
-def test_a_single_data_set_of_the_hub_becomes_a_file_of_arrays(hub, tmp_path, mode, column, shape):
-    features = {column: None, "label": ClassLabel("a", "b")}
-    hub["lab/digits", "cropped"] = {
-        split: Rows(features, [{column: encoded(level + label, mode=mode), "label": label} for label in (1, 0)])
-        for split, level in (("train", 100), ("test", 200), ("extra", 50))
-    }
-    files = fetch("digits", card(hub="lab/digits:cropped"), tmp_path, hub=True)
-    assert files == [tmp_path / "digits" / "digits.npz"]
-    with np.load(files[0]) as arrays:
-        assert sorted(arrays) == ["x_test", "x_train", "y_test", "y_train"]
-        assert arrays["x_train"].shape == shape
-        assert arrays["x_train"].dtype == np.uint8
-        assert arrays["y_test"].tolist() == [1, 0]
-        assert arrays["x_test"].reshape(2, 12, -1)[:, :, 0].tolist() == [[201] * 12, [200] * 12]
-
-
-def test_without_the_package_a_person_is_told_what_to_install(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(
-        UsageError, match=r"'pets' from huggingface.co needs the package datasets: pip install 'fedshift\[hub\]'"
-    ):
-        fetch("pets", card(hub="lab/pets"), tmp_path)
-
-
-def test_what_the_hub_does_not_give_is_told(hub, tmp_path):
-    with pytest.raises(
-        FedshiftError, match=r"datasets/lab/pets cannot be fetched: no .*get the files from https://publisher"
-    ):
-        fetch("pets", card(hub="lab/pets"), tmp_path)
-    hub["lab/pets",] = {"train": Rows({"image": None, "domain": None}, [{"image": encoded(1), "domain": "a"}])}
-    with pytest.raises(FedshiftError, match=r"is not as expected \('no column label or fine_label'\)"):
-        fetch("pets", card(hub="lab/pets"), tmp_path)
-    assert not (tmp_path / "pets" / "hub").exists()

@@ -12,7 +12,7 @@ from torch.utils.data import Dataset, Subset, TensorDataset
 
 from fedshift import LazyDataset, load_data
 from fedshift.data.assembly import federation, read_folder
-from fedshift.diagnosis.quality import check_data
+from fedshift.data.checks.quality import check_data
 from fedshift.utils.errors import FedshiftError
 
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from fedshift.data.formats import read_digits_mat, read_idx, read_libsvm, read_table, to_gray_levels
-from fedshift.data.pickles import read_pickle
+from fedshift.data.formats import read_digits_mat, read_idx, read_libsvm, read_pickle
 from fedshift.utils import files
 from fedshift.utils.errors import UsageError
 
@@ -119,21 +118,3 @@ def test_other_text_than_libsvms_is_refused_by_name(tmp_path, content):
     (tmp_path / "data").write_bytes(content)
     with pytest.raises(UsageError, match="data cannot be read as LIBSVM text"):
         read_libsvm(tmp_path / "data", 4)
-
-
-def test_a_table_has_the_columns_that_are_expected(tmp_path):
-    (tmp_path / "zip.train.gz").write_bytes(gzip.compress(b"6.0000 -1.000 0.5 \n2.0000 1.000 0.0 \n", mtime=0))
-    assert read_table(tmp_path / "zip.train.gz", 3).tolist() == [[6, -1, 0.5], [2, 1, 0]]
-    with pytest.raises(UsageError, match=r"zip.train.gz has 3 columns where 257 were expected"):
-        read_table(tmp_path / "zip.train.gz", 257)
-    (tmp_path / "zip.test").write_text("6.0 -1.0\n2.0\n")
-    with pytest.raises(UsageError, match=r"zip.test cannot be read as a table of numbers"):
-        read_table(tmp_path / "zip.test", 2)
-
-
-def test_fractions_become_the_nearest_gray_level():
-    levels = np.arange(256)
-    for dtype in (np.float32, np.float64):
-        assert np.array_equal(to_gray_levels((levels / 255).astype(dtype), "x"), levels)
-    with pytest.raises(UsageError, match=r"usps.h5 holds pixels from 0 to 255, expected were 0 to 1"):
-        to_gray_levels(levels.astype(float), "usps.h5")

@@ -13,11 +13,11 @@ from rich.console import Console
 from torch.utils.data import Dataset, Subset
 
 from fedshift.config.spec import DataSpec
+from fedshift.data.checks.quality import examine
 from fedshift.data.groups import find_groups
 from fedshift.data.partition import _cut_groups
 from fedshift.data.sources import apply_splits, load_source, write_assignment
 from fedshift.diagnosis.overview import describe, summarize_sizes
-from fedshift.diagnosis.quality import examine
 from fedshift.utils.errors import UsageError
 
 READING = {"client_column": "site", "target": "ill", "groups": "patient", "scaling": "none"}
@@ -223,7 +223,7 @@ def test_one_torch_dataset_a_client_is_divided_by_its_attribute_or_its_files():
 
 def test_groups_that_a_torch_dataset_lacks_are_refused():
     north = FRAME[FRAME["site"] == "north"]
-    with pytest.raises(UsageError, match="OfStays has no attribute 'person'"):
+    with pytest.raises(UsageError, match="OfStays has no attribute or column 'person'"):
         load_source({"north": OfStays(north)}, DataSpec(groups="person"))
     with pytest.raises(UsageError, match=r"patient of shape \(3,\) for \d+ items"):
         load_source({"north": OfStays(north, patient=["a", "b", "c"])}, DataSpec(groups="patient"))

@@ -6,8 +6,10 @@ import pytest
 from PIL import Image
 
 from fedshift.config.spec import DataSpec
+from fedshift.data.assembly import read_folder
 from fedshift.data.groups import find_groups
 from fedshift.data.identity import clean_name, find_identity, match_name, merge_names, sort_names
+from fedshift.data.joining import match_labels
 from fedshift.data.sources import load_source
 from fedshift.utils.errors import UsageError
 
@@ -39,7 +41,7 @@ def test_other_names_have_other_identities(one, other):
 def test_names_are_one_unless_a_client_has_both():
     stands, (notice,) = merge_names({"a": ["cat", "Dog"], "b": ["Cat", "dog"]}, "classes")
     assert stands == {"Cat": "Cat", "cat": "Cat", "Dog": "Dog", "dog": "Dog"}
-    assert "are one: 'Cat' and 'cat' (as 'Cat'); 'Dog' and 'dog' (as 'Dog')" in notice
+    assert "are one: 'Cat' and 'cat' (as 'Cat'), 'Dog' and 'dog' (as 'Dog')" in notice
     stands, notices = merge_names({"a": ["a", "A ", "A"], "b": ["b"], "c": ["B"]}, "classes")
     assert stands == {"a": "a", "A": "A", "A ": "A", "b": "b", "B": "B"}
     assert "are one: 'A' and 'A ' (as 'A')" in notices[0]
@@ -120,6 +122,45 @@ def test_alike_clients_are_named_and_those_that_look_the_same_refused(tmp_path):
     write_images(tmp_path / "d", {"M\u00fcnchen": ["x", "y"], "Mu\u0308nchen": ["x", "y"]})
     with pytest.raises(UsageError, match="names that look the same: join them, or rename one"):
         load_source(str(tmp_path / "d"), DataSpec())
+
+
+@pytest.mark.parametrize(("wards", "categories", "told"), [
+    ((["Eye", "ent"], ["eye", "ENT"]), ("ENT", "Eye"), "categories of 'ward' whose names differ only in case"),
+    ((["Eye", "eye"], ["EYE", "ent"]), ("EYE", "Eye", "ent", "eye"), "have names that differ only"),
+    ((["1", "x"], ["01", "01"]), ("1", "x"), "are one: '1' and '01' (as '1')"),
+    ((["h\u00e4m", "x"], ["ha\u0308m", "x"]), ("h\u00e4m", "x"), ""),
+])  # fmt: skip
+def test_categories_in_tables_are_one_unless_a_client_has_both(tmp_path, wards, categories, told):
+    def write(path, ward):
+        path.parent.mkdir(exist_ok=True)
+        rows = pd.DataFrame({"x": range(20), "ward": np.resize(ward, 20), "y": np.arange(20) // 2 % 2})
+        rows.to_csv(path, index=False)
+
+    for site, ward in zip(("site10", "site2"), wards, strict=True):
+        write(tmp_path / "all" / f"{site}.csv", ward)
+    data = read_folder(tmp_path / "all", target="y")
+    assert data.names == ("site2", "site10")
+    assert data.columns[1].categories == categories
+    assert sum("differ only" in notice for notice in data.notices) == (told != "")
+    assert any(told in notice for notice in (*data.notices, ""))
+    write(tmp_path / "new" / "new.csv", [f"{name} " for name in categories[:2]])
+    joined = read_folder(tmp_path / "new", target="y", schema=data.schema)
+    assert joined.columns[1].categories == categories
+    assert joined.clients[0].train.x[:, 1:].sum(1).tolist() == [1] * len(joined.clients[0].train)
+
+
+def test_a_client_that_joins_is_read_in_the_spelling_of_the_others(tmp_path):
+    for site, ward in (("all/a", "eye"), ("all/b", "eye"), ("new/c", "Eye")):
+        (tmp_path / site).parent.mkdir(exist_ok=True)
+        rows = pd.DataFrame({"x": range(20), "ward": np.resize([ward, "ent"], 20), "y": np.resize([ward, "no"], 20)})
+        rows.to_csv(tmp_path / f"{site}.csv", index=False)
+    data = read_folder(tmp_path / "all", target="y")
+    joined = read_folder(tmp_path / "new", target="y", schema=data.schema)
+    assert joined.columns == data.columns
+    assert any("'Eye' is read as 'eye'" in notice for notice in joined.notices)
+    matched = match_labels(joined, data.schema, "the run's data,")
+    assert matched.class_names == data.class_names == ("eye", "no")
+    assert sum("'Eye' is read as 'eye'" in notice for notice in matched.notices) == 2
 
 
 FILES = [f"north/no/no{number}.png" for number in range(4)]

@@ -111,7 +111,7 @@ def change(x, **others):
         (change(TEXT, attention_mask=TEXT["attention_mask"][:, :3]), "the input attention_mask [N, 3] (integers), and"),
         (change(TEXT, attention_mask=TEXT["attention_mask"] > 0), "the input attention_mask [N, 4] (bools), and clien"),
         (change(TEXT, attention_mask=TEXT["attention_mask"][1:]), "5 samples in the input 'attention_mask', and 6 in "),
-        (change(TEXT, attention_mask=["a"] * N), "input 'attention_mask': <U1 ('a', 'a', 'a') where numbers are expect"),
+        (change(TEXT, attention_mask=["a"] * N), "input 'attention_mask': <U1 ('a', 'a', 'a') where numbers are exp"),
         (change(TEXT, weight=Y / 2), "the input 'input_ids' holds integers beyond 16,777,216, which floats, which oth"),
         (change(TEXT, input_ids=np.full((N, 4), 2**63, np.uint64)), "beyond 9,223,372,036,854,775,807, which int64"),
         (list(TEXT.values()), "client 'b', train data: the inputs are a list of 2 arrays: give several inputs of a sa"),

@@ -251,3 +251,18 @@ def test_whole_numbers_of_a_column_are_told_apart_exactly(tmp_path):
     rows.to_csv(tmp_path / "rows.csv", index=False)
     made = load_source(str(tmp_path / "rows.csv"), DataSpec(client_column="client", target="y"))
     assert made.class_names == ("9007199254740992", "9007199254740993")
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "options", "absent"),
+    [
+        (X, LABELS[:, 0] + 1, {}, "sample has class 0, and networks have 3 outputs, for classes 0 to 2"),
+        (X, 2 * LABELS[:, 0], {}, "sample has class 1, and networks have 3 outputs"),
+        (IMAGES, MASKS + 1, {}, "pixel has class 0, and networks have 4 outputs"),
+        (X, LABELS[:, 0], {}, ""),
+        (X, LABELS[:, 0] + 1, {"classes": 3}, ""),
+    ],
+)
+def test_classes_that_no_training_target_has_are_said(x, y, options, absent):
+    notices = federation(clients(x, y), **options).notices
+    assert [f"no training {absent}" in notice for notice in notices] == [True] * bool(absent)

@@ -9,11 +9,11 @@ from matplotlib.image import AxesImage
 from rich.console import Console
 
 from fedshift.data.assembly import federation
+from fedshift.data.checks.quality import examine
 from fedshift.data.federation import ClientData
 from fedshift.data.nuclei import nuclei
 from fedshift.diagnosis import overview
 from fedshift.diagnosis.overview import SHOWN, describe, draw_overview, render_quality
-from fedshift.diagnosis.quality import examine
 
 FILES = {name: [f"{name}.{kind}" for kind in ("svg", "png", "pdf")] for name in ("samples", "features", "classes")}
 

@@ -319,7 +319,7 @@ def test_counts_of_predictions_are_possible_and_pass_the_schema_and_others_do_no
     for scale in (0.0, 1e-3, 1.0, 1e6):
         counts = task.measure(scale * torch.randn(50, *shape, dtype=torch.float64), targets(), outputs)
         row = {"client": "a", "split": "test", "model": "personal", "moment": "loaded", **counts}
-        assert task.may_have(counts)
+        assert task.plausible(counts)
         assert reader.read(json.loads(json.dumps([row])), "a", {"test": 50}, "loaded") == [row]
         with pytest.raises(RefusedMessage, match="its counts are impossible for its 49 samples"):
             reader.read([row], "a", {"test": 49}, "loaded")

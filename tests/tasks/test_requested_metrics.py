@@ -106,12 +106,12 @@ def test_outputs_that_are_not_finite_are_no_hits():
 
 def test_counts_that_no_predictions_have_are_told_from_those_that_some_have():
     row = TASK.measure(*draw(12, 3), 3)
-    assert TASK.may_have(row)
+    assert TASK.plausible(row)
     for change in (
         {"predicted": [12, 1, 0]}, {"gaps": [13.0] + [0.0] * 14}, {"values": {"average_precision": 1.5}},
         {"sums": {**row["sums"], "brier": 25.0}}, {"sums": {**row["sums"], "top_k(k=2)": 13.0}},
     ):  # fmt: skip
-        assert not TASK.may_have({**row, **change}), change
+        assert not TASK.plausible({**row, **change}), change
 
 
 def test_means_over_samples_have_an_interval_on_new_ones_and_biased_metrics_none():

@@ -30,6 +30,10 @@ ROUNDING = 1e-9
 """Spread, relative to the values, that floating-point rounding causes between equal differences."""
 
 
+FEWEST_UNITS = 10
+"""Fewest test units (patients, else samples) of an interval."""
+
+
 def mean_and_std(values: Iterable[float]) -> tuple[float, float]:
     """Return mean and sample standard deviation, sqrt(sum((x - mean)^2) / (n - 1)), of the values that are not NaN.
 

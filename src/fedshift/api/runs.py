@@ -30,10 +30,10 @@ from ..config.settings_file import FILE
 from ..config.spec import CompareSpec, DataSpec
 from ..console.printing import Console
 from ..console.terminal import show_progress
+from ..data.checks.quality import check_data
 from ..data.federation import Federation
 from ..data.sources import load_federation
 from ..diagnosis.checked_experiment import make_checked
-from ..diagnosis.quality import check_data
 from ..experiments.callbacks import CALLBACKS, Callback
 from ..experiments.compare_arguments import CompareArguments
 from ..experiments.experiment import Experiment

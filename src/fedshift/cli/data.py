@@ -61,7 +61,7 @@ def data_list(*, root: Root = None) -> int:
         lines = (
             f"{card.title}. {who}; {card.classes or 'no'} classes. {card.samples}.",
             f"Source: {card.source}. License: {card.license}.",
-            f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes or card.hub else ''}",
+            f"{card.homepage}{' (or fedshift data fetch ' + name + ')' if card.remotes else ''}",
         )
         table.add_row(name, here, Text("\n".join(lines)))
     print_parts(console, [table])
@@ -69,12 +69,11 @@ def data_list(*, root: Root = None) -> int:
 
 
 @data.command
-def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
+def fetch(name: str, *, root: Root = None) -> int:
     """Download a benchmark from its publisher, verified and resumable: the only command that uses the network.
 
     Args:
         name: Benchmark, see `fedshift data list`.
-        hub: Download from Hugging Face in place of the publisher (needs `pip install 'fedshift[hub]'`).
 
     """
     from ..data.downloads import fetch as download
@@ -82,7 +81,7 @@ def fetch(name: str, *, root: Root = None, hub: bool = False) -> int:
 
     console, place = Console(), data_root(DataSpec(root=root))
     with show_loading(console) as progress:
-        files = download(name, find_card(name), place, progress=progress, hub=hub)
+        files = download(name, find_card(name), place, progress=progress)
     print_parts(console, map(str, files))
     return 0
 
@@ -94,10 +93,10 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
     Unreadable images are skipped and listed. The exit code is 1 if something must be corrected before training, unless
     --on-data-error allows training to continue.
     """
+    from ..data.checks.quality import drop_said, examine
     from ..data.federation import LAZY, encode_targets
     from ..data.sources import apply_splits, load_federation, load_source
     from ..diagnosis.overview import describe, describe_grids, render_quality
-    from ..diagnosis.quality import examine
 
     console = make_console()
     _refuse_file(json and json.absolute().parent)
@@ -111,9 +110,9 @@ def check(where: Where, spec: Reading = DataSpec(), *, json: Json = None) -> int
             made = scale_alike(made, encode_targets(load_federation(where, spec, progress)))
         except UsageError as error:
             refusal = f"Training would refuse these data: {error.render(as_flag)}."
-    told = {finding.text.removesuffix(".").lower() for finding in found.findings}
-    told.add(LAZY.lower())  # about this command
-    notices = tuple(each for each in made.notices if {each.lower(), each.partition(";")[0].lower()}.isdisjoint(told))
+    notices = drop_said(
+        made.notices, (*(finding.text for finding in found.findings), LAZY)
+    )  # which is about this command
     grids = describe_grids(made)
     print_parts(console, [describe(made), *([grids] if grids else []), *_explain_inputs(made)])
     print_parts(console, [*format_notices(replace(made, notices=notices, faults=())), *render_quality(found)])

@@ -160,7 +160,7 @@ def _make_experiments(
         raise UsageError(
             "--selection leave-one-out leaves out two clients at a time: three are needed, so that one can train"
         )
-    rescaled = experiment.data.task != experiment.data.task.forget()
+    rescaled = experiment.data.task != experiment.data.task.unfitted()
     return {
         group: replace(
             experiment,

@@ -37,10 +37,6 @@ from .stores import LazyStore
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
-SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
-"""Notice of floats that are not images, although they have as many axes as gray images."""
-IMAGES = "samples of shape {} x {} are gray images; give signals of {} channels as [N, {}, {}]"
-"""Notice of floats that are gray images, and might be signals whose channels are the last axis."""
 
 
 def read_source(source: object, reading: ReadOptions) -> Federation:
@@ -104,9 +100,10 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
         for name, splits in clients.items()
     )
     samples = sum(len(split) for splits in clients.values() for split in splits.values())
+    odd: tuple[str, ...] = ()
     if reading.classes is None and not scan.checked:
         trained = (part for part, side in zip(scan.parts, sides, strict=True) if (side == SPLITS.index("train")).any())
-        task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
+        odd = task.check_outputs({part.where: clients[part.client]["train"].y for part in trained}, samples)
     classes = scan.classes or reading.classes
     classes = classes or task.count_outputs(splits["train"].y for splits in clients.values())
     whole = Federation(
@@ -119,6 +116,7 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
             *_describe_stores(made),
             *scan.notices,
             *loaded.notices,
+            *(odd if reading.schema is None else ()),
             *([Information(GROUPED.format(grouped))] if grouped and reading.groups is None else []),
         ),
         faults=(*scan.faults, *loaded.faults),
@@ -128,8 +126,8 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     )
     if not reading.patch:
         return whole
-    extents = {id(store): each for store, each in zip(loaded.stores, loaded.extents, strict=False)}
-    return whole.cut_patches(reading.patch_size, extents=extents, fixed=reading.image_size is not None)
+    true_sizes = dict(zip(loaded.stores, loaded.extents, strict=False))
+    return whole.cut_patches(reading.patch_size, true_sizes=true_sizes, resized=reading.image_size is not None)
 
 
 def _name_clients(scan: Scan) -> Scan:
@@ -262,19 +260,13 @@ def _require_both(
 
 
 def _describe_stores(clients: tuple[ClientData, ...]) -> list[str]:
-    """Return notices about samples that are read on demand, and those that might be meant otherwise."""
+    """Return notices about samples that are read on demand."""
     splits = {f"client {c.name!r}, {split} data": part for c in clients for split, part in c.splits.items()}
     where = [name for name, split in splits.items() if not split.repeats]
     lazy = any(split.lazy for split in splits.values())
-    first = next(iter(splits.values()))
-    shape, floats = first.shape, first.dtype.is_floating_point and clients[0].decoding == ARRAY
-    turned = floats and len(shape) == 3 and shape[0] == 1 and shape[1] >= 2 * shape[2]
-    doubtful = floats and len(shape) == 2 and shape[0] > 1
     return [
         *([LAZY] if lazy else []),
         *([f"{join_some(where, shown=1)}: {UNREPEATABLE}"] if where else []),
-        *([SIGNALS.format(*shape, shape[0])] if doubtful else []),
-        *([IMAGES.format(*shape[1:], shape[2], *shape[:0:-1])] if turned else []),
     ]
 
 

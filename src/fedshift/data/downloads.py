@@ -8,17 +8,16 @@ otherwise. Nothing is unpacked, and nothing is downloaded except on request.
 from __future__ import annotations
 
 import hashlib
-import http.client
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
+from http.client import PARTIAL_CONTENT, REQUESTED_RANGE_NOT_SATISFIABLE, HTTPException
 from pathlib import Path
-from urllib.error import HTTPError
+from ssl import SSLError
+from urllib.error import HTTPError, URLError
 from urllib.request import Request, urlopen
 
 from ..utils.errors import FedshiftError, Ref, UsageError
 from .datasets._card import Card, Remote
 from .files.read_options import Progress
-from .huggingface import fetch_from_hub
 
 TIMEOUT = 60.0
 """Seconds to wait for the server's response."""
@@ -26,7 +25,7 @@ TIMEOUT = 60.0
 _BLOCK = 1 << 20
 
 
-def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None, hub: bool = False) -> list[Path]:
+def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None) -> list[Path]:
     """Fetch the files of benchmark ``name`` into ``root/<name>`` and return their paths.
 
     Args:
@@ -34,7 +33,6 @@ def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None
         card: Its card.
         root: Directory of the data.
         progress: Called with ``(file, bytes so far, total bytes)``; the total is 0 if the server does not report it.
-        hub: Fetch from huggingface.co (also used for benchmarks without another address).
 
     Raises:
         UsageError: Nothing can be fetched.
@@ -45,100 +43,77 @@ def fetch(name: str, card: Card, root: Path, *, progress: Progress | None = None
     folder = root / name
     if card.generated:
         raise UsageError(f"benchmark {name!r} is made by fedshift itself: there is nothing to fetch")
-    if card.hub and (hub or not card.remotes):
-        return fetch_from_hub(name, card, folder, progress=progress)
-    if hub or not card.remotes:
+    if not card.remotes:
         raise UsageError(
-            f"benchmark {name!r} cannot be fetched{' from huggingface.co' if hub else ''}: "
-            f"get it from {card.homepage} and put into {folder} {card.layout}"
+            f"benchmark {name!r} cannot be fetched: get it from {card.homepage} and put into {folder} {card.layout}"
         )
     return [_fetch_file(remote, folder / remote.name, card, progress) for remote in card.remotes]
 
 
 def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | None) -> Path:
     if path.is_file():
-        wrong = _describe_difference(remote, path)
-        if wrong:
+        if wrong := _describe_difference(remote, path):
             raise FedshiftError(f"{path} is not the published file ({wrong}): move it away to download it again")
         return path
     part = path.with_name(path.name + ".part")
     by_hand = f"or get it by hand (see {card.homepage}) and put it at {path}"
-    with _open_for_writing(part):
-        path.parent.mkdir(parents=True, exist_ok=True)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         _download(remote, part, progress)
-    except (OSError, http.client.HTTPException) as error:
+    except (URLError, ConnectionError, TimeoutError, SSLError, HTTPException) as error:
         with suppress(OSError):
             path.parent.rmdir()  # if empty
+        reason = f"{getattr(error, 'reason', None) or error}. Try again (what has come is kept, and goes on)"
         if isinstance(error, HTTPError):
             error.close()
             reason = f"the server answers {error.code} {error.reason}. Try later"
-        else:
-            reason = f"{getattr(error, 'reason', None) or error}. Try again (what has come is kept, and goes on)"
         raise FedshiftError(f"{remote.url} cannot be fetched: {reason}, {by_hand}") from error
-    wrong = _describe_difference(remote, part)
-    if wrong:
+    except OSError as error:
+        raise FedshiftError(
+            f"cannot write {part}: {error.strerror}. Make room, or choose another directory ({{}}); "
+            "fetching again goes on from there",
+            Ref("root"),
+        ) from error
+    if wrong := _describe_difference(remote, part):
         part.unlink()
         raise FedshiftError(
             f"{remote.url} gave a file that is not the published one ({wrong}), and it was not kept. Try again; if it "
             f"stays so, the file has changed at its publisher: see {card.homepage}"
         )
-    with _open_for_writing(path):
-        part.replace(path)
+    part.replace(path)
     return path
 
 
 def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
-    """Complete ``part`` without requesting the bytes that are already there."""
-    start = part.stat().st_size if part.exists() else 0
+    """Fetch what ``part`` lacks, or all of it where the server sends no parts."""
+    start = part.stat().st_size if part.is_file() else 0
     if start and start == remote.size:
         return
-    asked = {"Range": f"bytes={start}-"} if start else {}
+    headers = {"User-Agent": "fedshift", **({"Range": f"bytes={start}-"} if start else {})}
     try:
-        answer = urlopen(Request(remote.url, headers={"User-Agent": "fedshift", **asked}), timeout=TIMEOUT)
+        answer = urlopen(Request(remote.url, headers=headers), timeout=TIMEOUT)
     except HTTPError as error:
-        if not (start and error.code == http.client.REQUESTED_RANGE_NOT_SATISFIABLE):
+        if not (start and error.code == REQUESTED_RANGE_NOT_SATISFIABLE):
             raise
         error.close()
         part.unlink()  # it is at least as long as the file, and may be wrong
         _download(remote, part, progress)
         return
     with answer:
-        goes_on = answer.status == http.client.PARTIAL_CONTENT
-        if goes_on and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise http.client.HTTPException(f"asked for bytes from {start}, the server sent others")
-        _copy(answer, part, start if goes_on else 0, progress)
-
-
-def _copy(answer: http.client.HTTPResponse, part: Path, done: int, progress: Progress | None) -> None:
-    """Append the response to the first ``done`` bytes of ``part``; raise :class:`HTTPException` if it is too short."""
-    length = answer.headers.get("Content-Length")
-    total = done + int(length) if length else 0
-    with _open_for_writing(part):
-        file = part.open("ab" if done else "wb", buffering=0)
-    with file:
-        while block := answer.read(_BLOCK):
-            done += len(block)
-            rest = memoryview(block)
-            while rest:
-                with _open_for_writing(part):
-                    rest = rest[file.write(rest) :]
-            if progress is not None:
-                progress(part.name.removesuffix(".part"), done, total)
+        continued = answer.status == PARTIAL_CONTENT
+        if continued and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
+            raise HTTPException(f"asked for bytes from {start}, the server sent others")
+        done = start if continued else 0
+        length = answer.headers.get("Content-Length")
+        total = done + int(length) if length else 0
+        with part.open("ab" if continued else "wb") as file:
+            while block := answer.read(_BLOCK):
+                file.write(block)
+                done += len(block)
+                if progress is not None:
+                    progress(part.name.removesuffix(".part"), done, total)
     if done < total:
-        raise http.client.HTTPException(f"the connection was cut after {done} of {total} bytes")
-
-
-@contextmanager
-def _open_for_writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise FedshiftError(
-            f"cannot write {path}: {error.strerror}. Make room, or choose another directory ({{}}); "
-            "fetching again goes on from there",
-            Ref("root"),
-        ) from error
+        raise HTTPException(f"the connection was cut after {done} of {total} bytes")
 
 
 def _describe_difference(remote: Remote, path: Path) -> str:

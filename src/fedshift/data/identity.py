@@ -56,6 +56,11 @@ def show_alike(several: Sequence[str]) -> str:
     return " and ".join(map(show, several))
 
 
+def describe_alike(what: str, names: Iterable[str]) -> str:
+    """Return a sentence about those of ``names`` that are alike; ``what`` they are, such as ``classes``."""
+    return f"{what} have names that {DIFFER}: {join_some(map(show_alike, group_alike(names)))}"
+
+
 def merge_names(
     held: Mapping[str, Iterable[str]], what: str, *, together: bool = False
 ) -> tuple[dict[str, str], list[str]]:
@@ -74,10 +79,9 @@ def merge_names(
     merged = group_alike(order, clean_name if distinguished else find_identity)
     stands = dict(zip(order, order, strict=True)) | {name: names[0] for names in merged for name in names}
     one = [f"{show_alike(names)} (as {names[0]!r})" for names in merged]
-    notices = [f"{what} whose names {DIFFER} are one: {join_some(one, '; ')}"] if one else []
+    notices = [f"{what} whose names {DIFFER} are one: {join_some(one)}"] if one else []
     if distinguished:
-        listed = join_some(map(show_alike, alike), "; ")
-        notices.append(f"{what} have names that {DIFFER}: {listed}; spell them alike if they are one")
+        notices.append(f"{describe_alike(what, order)}; spell them alike if they are one")
     return stands, notices
 
 

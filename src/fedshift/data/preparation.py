@@ -297,9 +297,7 @@ class Preparation:
             kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
             facts[kind] = self.scaling.to_json()
         if self.columns:
-            facts["columns"] = [
-                {"name": column.name, "categories": column.categories, "holds": column.holds} for column in self.columns
-            ]
+            facts["columns"] = list(map(asdict, self.columns))
         if self.inputs:
             facts["inputs"] = [asdict(each) for each in self.inputs]
         if self.patched:
@@ -317,10 +315,8 @@ class Preparation:
         elif "pixels" in facts:
             scaling = Normalization.from_json(facts["pixels"])
         columns = tuple(
-            Column(
-                name=c["name"], categories=c["categories"] and tuple(c["categories"]), holds=c.get("holds", "numbers")
-            )
-            for c in facts.get("columns", ())
+            Column(**{**column, "categories": column["categories"] and tuple(column["categories"])})
+            for column in facts.get("columns", ())
         )
         return cls(
             shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding.from_json(facts["decoding"]),

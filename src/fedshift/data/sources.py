@@ -79,7 +79,7 @@ def load_source(
 
     """
     task = TASKS.parse(spec.task) if task is None and spec.task else task
-    kind = schema.task.forget() if isinstance(schema, Schema) else task
+    kind = schema.task.unfitted() if isinstance(schema, Schema) else task
     reading = ReadOptions.from_spec(spec, task=kind, schema=schema, progress=progress, differing=differing)
     whole = True  # in which clients are still to be chosen
     if isinstance(data, Federation):
@@ -106,7 +106,7 @@ def load_source(
         )
     if reading.patch:
         by_name = isinstance(data, str) and not Path(data).exists()
-        made = made.cut_patches(reading.patch_size, fixed=by_name or spec.image_size is not None)
+        made = made.cut_patches(reading.patch_size, resized=by_name or spec.image_size is not None)
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains and whole else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))

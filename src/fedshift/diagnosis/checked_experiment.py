@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from ..config.spec import CompareSpec, RunSpec
+from ..data.checks.faults import judge_test_sizes
+from ..data.checks.quality import check_data
 from ..data.files.read_options import Progress
 from ..experiments.experiment import Experiment
 from ..experiments.factory import make_experiment
-from .faults import judge_test_sizes
-from .quality import check_data
 
 
 def make_checked(spec: RunSpec | CompareSpec, progress: Progress | None = None) -> Experiment:

@@ -16,6 +16,10 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from ..data.checks.findings import Finding, Severity
+from ..data.checks.number_faults import name_features
+from ..data.checks.quality import Quality
+from ..data.checks.survey import survey_splits
 from ..data.federation import PLURALS, ClientData, Federation
 from ..data.files.grids import list_headers
 from ..data.pictures import to_pictures
@@ -23,10 +27,6 @@ from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples
 from ..utils.random_streams import stream
 from ..utils.words import join_some
-from .findings import QualityFinding, Severity
-from .number_faults import name_features
-from .quality import Quality
-from .survey import survey_splits
 
 SHOWN = 20
 """Maximum number of clients in tables and sheets of images."""
@@ -120,7 +120,7 @@ def render_quality(quality: Quality) -> Iterator[RenderableType]:
     """Yield the findings of the check, worst first, with fixes and examples; then the number of each severity."""
     for finding in quality.findings:
         yield Padding(_render_finding(finding), (0, 0, 1, 0))
-    samples, clients = sum(part.samples for part in quality.splits), len({part.client for part in quality.splits})
+    samples, clients = sum(part["samples"] for part in quality.splits), len({part["client"] for part in quality.splits})
     counts = [(len(quality.of(severity)), severity) for severity in _STYLE]
     total = ", ".join(f"{count} {severity}{'s' * (count != 1)}" for count, severity in counts if count) or "nothing"
     yield Text(f"Found {total} in {samples:,} samples of {clients:,} client{'s' * (clients != 1)}.", style="bold")
@@ -138,7 +138,7 @@ def _count_classes(data: Federation) -> NDArray[np.int64]:
     return np.stack([data.task.count_classes(y, data.classes).numpy() for y in known])
 
 
-def _render_finding(finding: QualityFinding) -> RenderableType:
+def _render_finding(finding: Finding) -> RenderableType:
     grid = Table.grid(padding=(0, 1))
     grid.add_column(width=7)
     grid.add_column(overflow="fold")

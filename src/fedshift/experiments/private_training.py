@@ -64,7 +64,7 @@ def _iterate_uncovered(plan: Plan, settings: Settings, data: Federation, trials:
         yield "models that clients fine-tune for use"
     if not of_clients and any(isinstance(client.train.normalization, FeatureScaling) for client in data.clients):
         yield "the scaling of each table by its own training rows"
-    if data.task != data.task.forget():
+    if data.task != data.task.unfitted():
         yield "the scaling of targets by statistics of all clients"
     if settings.weights is not None:
         yield "the initial weights, which count as public"

@@ -16,12 +16,12 @@ from torch import nn
 
 from ..config.spec import DataSpec, RunSpec
 from ..core.method import Method
+from ..data.checks.quality import check_data
 from ..data.federation import Federation
 from ..data.files.read_options import Progress
 from ..data.joining import match_labels
 from ..data.schema import Layout
 from ..data.sources import load_source, prepare_clients
-from ..diagnosis.quality import check_data
 from ..evaluation.policy import explain_inapplicable, parse_policies
 from ..experiments.factory import make_settings
 from ..experiments.settings import Settings

@@ -11,8 +11,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.influence import Floats, find_bound, vary
-from ..analysis.statistics import decides, half_interval
-from ..report.differences import FEWEST_UNITS
+from ..analysis.statistics import FEWEST_UNITS, decides, half_interval
 from ..report.formatting import VARIED_BY_SEED, TextTable, difference_unit, format_metric_table, make_table
 from ..report.tables import ONE_BY_ONE, describe_missing, mask_incomparable, summarize_seeds
 from ..results.schema import Row, compute_metric, is_lower_better, is_plain, is_share, name_metric

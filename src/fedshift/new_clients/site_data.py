@@ -14,7 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..analysis.statistics import FEWEST_UNITS
 from ..config.spec import DataSpec
+from ..data.checks.quality import check_data
 from ..data.decoding.dicom import holds_slices
 from ..data.decoding.images import SUFFIXES
 from ..data.decoding.volumes import is_volume
@@ -30,10 +32,8 @@ from ..data.readers.folders import read_unlabeled
 from ..data.samples import Samples, join_several, to_samples
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
-from ..diagnosis.quality import check_data
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
-from ..report.differences import FEWEST_UNITS
 from ..utils.errors import UsageError
 
 

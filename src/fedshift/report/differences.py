@@ -22,7 +22,7 @@ import numpy as np
 import pandas as pd
 
 from ..analysis.influence import find_bound, find_influence, vary
-from ..analysis.statistics import count_needed_seeds, decides, half_interval
+from ..analysis.statistics import FEWEST_UNITS, count_needed_seeds, decides, half_interval
 from ..results.schema import RunSummary, find_baseline, find_plain, is_lower_better, is_share
 from ..utils.errors import UsageError, unknown_name
 from ..utils.words import join_some
@@ -32,8 +32,6 @@ from .tables import find_reported_rounds, mask_incomparable, seed_table
 
 MEAN = "mean over clients"
 """Name of the mean over clients in frames, which no client has."""
-FEWEST_UNITS = 10
-"""Fewest test units (patients, else samples) of an interval."""
 COLUMNS = (
     "reference_value", "difference", "low", "high", "seeds", "units", "seed_error", "seed_freedom", "sample_error",
     "sample_freedom", "comparisons",

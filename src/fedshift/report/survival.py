@@ -13,10 +13,10 @@ from matplotlib.ticker import MaxNLocator
 
 from ..analysis.clinical import estimate_survival
 from ..analysis.influence import FEWEST_OF_CLASS
+from ..analysis.statistics import FEWEST_UNITS
 from ..results.run_directory import to_file_name
 from ..results.schema import RunSummary
 from ..utils.words import join_some
-from .differences import FEWEST_UNITS
 from .formatting import MISSING, make_table
 from .progress import remembered
 from .report import ReportTable, detail_table

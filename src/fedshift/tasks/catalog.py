@@ -120,6 +120,6 @@ def infer_task(x: NDArray[Any], y: NDArray[Any], where: str) -> Task:
         return Segmentation()
     raise UsageError(
         f"{where}: samples of shape {x.shape} and labels of shape {y.shape}; samples need two or more dimensions, and "
-        "labels one number per sample; for several numbers, name the task (task='multilabel', each label 0 or 1, or "
-        "task='regression', numbers)"
+        "labels one number per sample (of one-hot labels, y.argmax(axis=1)); for several numbers, name the task "
+        "(task='multilabel', each label 0 or 1, or task='regression', numbers)"
     )

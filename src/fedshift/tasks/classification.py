@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import Ref, UsageError
-from .task import BATCH, Counts, Task, find_invalid, is_overlap, softmax_entropy
+from .task import BATCH, Counts, Task, describe_absent, find_invalid, is_overlap, softmax_entropy
 
 RANKED = 1_000_000
 """Largest number of scores ranked at once."""
@@ -62,7 +62,7 @@ class Classification(Task):
         return 1 + max((int(y.max()) for y in targets if len(y)), default=0)
 
     @override
-    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> tuple[str, ...]:
         for where, y in targets.items():
             if len(y) and int(y.max()) >= max(FEW_CLASSES, samples):
                 top = int(y.max())
@@ -71,6 +71,8 @@ class Classification(Task):
                     f"{samples} samples: number classes 0, 1, 2, ..., or give their number ({{}})",
                     Ref(classes=top + 1),
                 )
+        labels = torch.cat([torch.unique(y) for y in targets.values()]).tolist() if targets else []
+        return describe_absent("sample", labels)
 
     @override
     def predict(self, outputs: Tensor) -> Tensor:

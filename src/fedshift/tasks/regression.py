@@ -69,7 +69,7 @@ class Regression(Task):
         return replace(self, scales=tuple(pairs))
 
     @override
-    def forget(self) -> Regression:
+    def unfitted(self) -> Regression:
         return replace(self, scales=())
 
     @override

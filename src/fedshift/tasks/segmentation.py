@@ -25,7 +25,7 @@ from ..results.cases import compare_masks
 from ..utils.errors import Ref, UsageError
 from ..utils.words import join_some
 from .surfaces import are_possible_surfaces, compare_surfaces
-from .task import BATCH, Counts, Task, find_invalid, is_overlap, softmax_entropy
+from .task import BATCH, Counts, Task, describe_absent, find_invalid, is_overlap, softmax_entropy
 
 IGNORED = 255
 """Class in masks for pixels that are neither trained on nor counted."""
@@ -110,7 +110,7 @@ class Segmentation(Task):
         return softmax_entropy(outputs)
 
     @override
-    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> tuple[str, ...]:
         counts = {where: torch.bincount(y.flatten(), minlength=IGNORED + 1) for where, y in targets.items()}
         held = sum(counts.values(), torch.zeros(IGNORED + 1, dtype=torch.int64)).nonzero()[:, 0].tolist()
         classes = [value for value in held if value != IGNORED]
@@ -130,6 +130,7 @@ class Segmentation(Task):
                 f"classes 0, 1, 2, ..., or give their number ({{}})",
                 Ref(classes=top + 1),
             )
+        return describe_absent("pixel", classes)
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:

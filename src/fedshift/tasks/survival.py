@@ -57,7 +57,7 @@ class Survival(Task):
         return 1
 
     @override
-    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> tuple[str, ...]:
         without = [
             f"{where} ({len(y)} patients)" for where, y in targets.items() if len(y) and not bool((y[:, 1] > 0).any())
         ]
@@ -67,6 +67,7 @@ class Survival(Task):
                 "leave them out ({})",
                 Ref("domains"),
             )
+        return ()
 
     @override
     def encode(self, y: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ..utils.errors import UsageError
+from ..utils.words import join_some
 
 if TYPE_CHECKING:
     from .metrics import Metric
@@ -64,7 +65,7 @@ class Task(ABC):
         parts = [metric.record(self, predictions, y, outputs) for metric in self.requested] if made else []
         return {**made, **{name: part for each in parts for name, part in each.items()}}
 
-    def may_have(self, counts: Counts) -> bool:
+    def plausible(self, counts: Counts) -> bool:
         """Return whether :meth:`measure` can return ``counts``, which have its types (:meth:`is_possible`)."""
         return self.is_possible(counts) and all(metric.is_possible(counts) for metric in self.requested)
 
@@ -93,20 +94,24 @@ class Task(ABC):
         """Return the number of classes, labels or targets in all clients' training ``targets``."""
         return max((y.shape[1] for y in targets), default=1)
 
-    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> None:  # noqa: B027 - anything goes by default
-        """Raise :class:`UsageError` if :meth:`count_outputs` of training targets would be absurd; by default never.
+    def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> tuple[str, ...]:
+        """Return notices on :meth:`count_outputs` of training targets; by default none.
 
         Args:
             targets: Training targets of each client, by the beginning of messages.
             samples: Number of samples in all splits of all clients.
 
+        Raises:
+            UsageError: The number would be absurd.
+
         """
+        return ()
 
     def prepare(self, targets: Sequence[Tensor]) -> Task:
         """Return the task fitted to all clients' training ``targets`` for :meth:`encode`; by default unchanged."""
         return self
 
-    def forget(self) -> Task:
+    def unfitted(self) -> Task:
         """Return the task without what :meth:`prepare` added."""
         return self
 
@@ -189,6 +194,17 @@ class Task(ABC):
 def softmax_entropy(scores: Tensor) -> Tensor:
     """Return the entropy of the softmax over classes of ``scores [N, K, ...]``, ``[N, ...]``."""
     return -(scores.softmax(1) * scores.log_softmax(1)).sum(1)
+
+
+def describe_absent(unit: str, classes: Sequence[int]) -> tuple[str, ...]:
+    """Return a notice of the classes below the highest of ``classes`` that no training ``unit`` has, if any."""
+    top, absent = max(classes, default=0), sorted({*range(max(classes, default=0))} - {*classes})
+    if not absent:
+        return ()
+    return (
+        f"no training {unit} has class {join_some(map(str, absent))}, and networks have {top + 1} outputs, for classes "
+        f"0 to {top}: number classes 0, 1, 2, ... unless others have it",
+    )
 
 
 def find_invalid(outputs: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ import pytest
 import torch
 from PIL import Image
 
+from fedshift.data.checks.faults import judge_groups
 from fedshift.data.datasets.dermoscopy import fed_isic2019
-from fedshift.diagnosis.faults import judge_groups
 from fedshift.utils.errors import UsageError
 
 CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
@@ -115,21 +115,6 @@ def test_another_list_is_refused_by_name(published, was, now):
     table.write_text(table.read_text().replace(was, now))
     with pytest.raises(UsageError, match="train_test_split cannot be read as FLamby's list"):
         fed_isic2019(published.parent, size=4)
-
-
-def test_images_fetched_from_huggingface_are_read_with_their_split(tmp_path):
-    for center in range(6):
-        for number in range(8):
-            place = tmp_path / "fed-isic2019" / "hub" / str(center) / side(number) / str(number)
-            place.mkdir(parents=True)
-            Image.new("RGB", (20, 16), (30 * number, 40 * center, 0)).save(place / "000001.jpeg", quality=95)
-    data = fed_isic2019(tmp_path, size=4)
-    assert data.names == CENTERS
-    for center, client in enumerate(data.clients):
-        assert kinds(client.train) == [(y, center) for y in (0, 1, 2, 4, 5, 6)]
-        assert (client.train.y.tolist(), client.test.y.tolist()) == ([0, 1, 2, 4, 5, 6], [3, 7])
-    with pytest.raises(UsageError, match="clean=True needs HAM10000_metadata"):
-        fed_isic2019(tmp_path, clean=True)
 
 
 def test_compact_files_are_read_and_cleaned(tmp_path):

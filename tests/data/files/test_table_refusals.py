@@ -46,8 +46,8 @@ def patients() -> pd.DataFrame:
         (lines(*ROWS).replace(",a,", ",,"), "{file}: column 3 has no name ('')"),
         (lines(*ROWS).replace(",a,", ",Unnamed: 0,"), "column 3 has no name ('Unnamed: 0'), and is probably the num"),
         (
-            "site;part;a;ill\nx;train;1,5;0\nx;train;1.234;1\nx;test;2;0\nx;test;2;1\n",
-            "{file}: column 'a' has numbers with a comma and numbers with a point, such as 1.234: write all",
+            "site;part;a;ill\nx;train;1,5;0\nx;train;1.25;1\nx;test;2;0\nx;test;2;1\n",
+            "column 'a' has numbers whose commas and points may mean two things, such as '1,5', '1.25': write all",
         ),
         (lines(*ROWS, "x,train,\xff,0").encode("latin-1"), "{file} cannot be read as a table"),
         (lines(*ROWS).encode("utf-16"), "{file} cannot be read as a table"),
@@ -71,7 +71,7 @@ def patients() -> pd.DataFrame:
         (lines(*(f"x,test,1,{n}" for n in range(101))), "target 'ill' has more than 100 different values (such as 0,"),
         (
             lines(*ROWS, *(f"x,test,word {n:03},1" for n in range(51))),
-            "column 'a' holds text such as 'word 000' and more than 50 different values",
+            "column 'a' holds text such as 'word 000', 'word 001', 'word 002' and more than 50 different values",
         ),
         (
             lines(*ROWS, *(f"x,test,{n},1" for n in range(90)), "x,test,12o,1"),
@@ -79,7 +79,7 @@ def patients() -> pd.DataFrame:
         ),
         (
             lines(*(f"x,train,2020-01-{n:02},1" for n in range(1, 31))),
-            "column 'a' holds dates or times (such as '2020-01-01')",
+            "column 'a' holds dates or times (such as '2020-01-01', '2020-01-02', '2020-01-03')",
         ),
         (
             lines(*(f"x,train,{n}.12.1999 08:30,1" for n in range(1, 31))),
@@ -218,8 +218,8 @@ def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
     assert refusal() == f"{a} has no column 'extra', which {b} has: {out('extra')}"
     frame.assign(pain=7).to_parquet(b)
     assert refusal() == (
-        f"{a}, data row 1: column 'pain' holds text such as 'typical' here and numbers in another file: "
-        "give it one type"
+        f"{a}, data row 1: column 'pain' holds text such as 'typical', 'none at all', 'atypical' here and numbers in "
+        "another file: give it one type"
     )
     frame.to_csv(twin, index=False)
     assert refusal() == f"{twin} and {b} are both of client 'b': keep one"

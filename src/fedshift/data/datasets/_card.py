@@ -38,7 +38,6 @@ class Card:
         find: Function that returns the files in a folder, or None if any is missing.
         lacks: Function that returns the benchmark's arguments that the available files do not support.
         remotes: Files that can be downloaded without an account.
-        hub: Data set at huggingface.co; empty if there is none.
         generated: Whether fedshift generates or includes the data, so that no file is needed.
 
     """
@@ -54,7 +53,6 @@ class Card:
     find: Callable[[Path], Any | None] = field(default=lambda _: None)
     lacks: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())
     remotes: tuple[Remote, ...] = ()
-    hub: str = ""
     generated: bool = False
 
     def present(self, name: str, root: Path | None, arguments: frozenset[str] = frozenset()) -> bool:
@@ -70,7 +68,7 @@ class Card:
         places = [found for folder in _list_folders(name, root) if (found := self.find(folder)) is not None]
         if places:
             return min(places, key=lambda found: len(self.lacks(found) & arguments))
-        how = f"`fedshift data fetch {name}` fetches it" if self.remotes or self.hub else f"get it from {self.homepage}"
+        how = f"`fedshift data fetch {name}` fetches it" if self.remotes else f"get it from {self.homepage}"
         raise UsageError(
             f"benchmark {name!r} is not in {root / name} nor in {root}: {how}, or put there {self.layout} "
             "({}, or FEDSHIFT_DATA, names another directory)",

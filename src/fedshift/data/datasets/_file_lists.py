@@ -24,9 +24,8 @@ from ..federation import ClientData, Federation
 from ..files.cache import keep, read_all, stamp
 from ..files.listing import list_files
 from ..files.read_options import Progress
-from ..formats import explain_errors
+from ..formats import explain_errors, read_pickle
 from ..partition import split_stratified
-from ..pickles import read_pickle
 
 COLUMNS = ["path", "label", "part"]
 Folders = Mapping[str, Path]

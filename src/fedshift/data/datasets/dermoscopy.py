@@ -25,13 +25,11 @@ from ..partition import split_stratified
 from ..preparation import IMAGENET
 from ..samples import Samples
 from ._card import make_card, require_choices
-from ._file_lists import COLUMNS, find_domains, list_from_folders, read_listed
+from ._file_lists import COLUMNS, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
 """HAM10000's four sources by their names in its metadata, ordered by their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
 _CENTERS = ("bcn", "vidir_molemax", "vidir_modern", "rosendahl", "msk", "vienna_dias")
-_NUMBERS = tuple("012345")
-"""Folders of the centers in the copy at huggingface.co."""
 _HAM_CLASSES = ("akiec", "bcc", "bkl", "df", "mel", "nv", "vasc")
 _ISIC_CLASSES = ("MEL", "NV", "BCC", "AK", "BKL", "DF", "VASC", "SCC")
 _HAM_SIZE = (150, 200)
@@ -44,10 +42,10 @@ _ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Inp
 
 @dataclass(frozen=True, kw_only=True)
 class _Published:
-    """A folder of images, and the table that lists them; None: they lie in folders of centers and classes."""
+    """A folder of images, and the table that lists them."""
 
     images: Path
-    table: Path | None
+    table: Path
 
 
 _Found = _Published | dict[str, Path]
@@ -79,8 +77,6 @@ def _find_isic(folder: Path) -> _Found | None:
     images = next((folder / name for name in _ISIC_IMAGES if (folder / name).is_dir()), None)
     if table is not None and images is not None:
         return _Published(table=table, images=images)
-    if find_domains(folder / "hub", _NUMBERS):
-        return _Published(table=None, images=folder / "hub")
     return _find_compact(folder)
 
 
@@ -243,7 +239,6 @@ def _drop_tested_lesions(images: pd.DataFrame) -> pd.DataFrame:
 
 def _read_ham_table(found: _Published) -> pd.DataFrame:
     """Return the images in the table, with paths relative to ``found.images``."""
-    assert found.table is not None
     there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
     rows = read_csv(
         found.table,
@@ -261,10 +256,6 @@ def _read_ham_table(found: _Published) -> pd.DataFrame:
 
 def _list_isic(found: _Published) -> pd.DataFrame:
     """Return the images, with the lesion of those whose source names it if both tables of lesions exist."""
-    if found.table is None:
-        labels = {name: label for label, known in enumerate(_ISIC_CLASSES) for name in (known, str(label))}
-        lists = list_from_folders({number: found.images / number for number in _NUMBERS}, labels, 0.2)
-        return pd.concat([listed.assign(site=_CENTERS[int(number)]) for number, listed in lists.items()])
     images = pd.DataFrame(read_csv(found.table, "FLamby's list", _read_isic_row), columns=[*COLUMNS, "site"])
     folder = found.table.parent
     ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA

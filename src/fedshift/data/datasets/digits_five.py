@@ -22,11 +22,11 @@ from sklearn.model_selection import StratifiedShuffleSplit
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..pickles import read_pickle
+from ..formats import read_pickle
 from ..samples import Samples, join_samples, to_samples
 from . import single_datasets as single
 from ._card import Card, make_card, require_choices
-from ._single_dataset import DIGITS, Parts
+from ._single_dataset import DIGITS, TrainAndTest
 
 _SOURCES: dict[str, tuple[str, Card, Callable[[Path], Federation]]] = {
     "mnist": ("MNIST", single.MNIST, single.mnist),
@@ -125,7 +125,7 @@ def _read_partition(file: Path) -> Samples:
     return to_samples(content[0], content[1], str(file))
 
 
-def _split_as_paper(train: Samples, test: Samples, seed: int) -> Parts:
+def _split_as_paper(train: Samples, test: Samples, seed: int) -> TrainAndTest:
     """Split the pooled samples as the authors do, with scikit-learn and its generator."""
     y = torch.cat([train.y, test.y])
     draw = StratifiedShuffleSplit(n_splits=1, test_size=0.2, random_state=seed)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,18 +22,13 @@ from ..federation import ClientData, Federation
 from ..samples import Samples
 from ._card import make_card, require_choices
 from ._morphology import perturb
-from ._single_dataset import DIGITS, Reader, find_idx
+from ._single_dataset import DIGITS, IDX_FILES, Reader, find_directories, find_files, read_idx_files
 from .single_datasets import MNIST
 
 _PUBLISHED = {
-    "plain": "plain",
-    "thin": "thin",
-    "thick": "thic",
-    "swollen": "swel",
-    "fractured": "frac",
-    "global": "global",
+    "plain": "plain", "thin": "thin", "thick": "thic", "swollen": "swel", "fractured": "frac", "global": "global",
     "local": "local",
-}
+}  # fmt: skip
 """The name of the publisher's directory, by domain."""
 
 _MIXTURES = {"global": ("plain", "thin", "thick"), "local": ("plain", "swollen", "fractured")}
@@ -42,7 +38,12 @@ _CHUNK = 500  # digits to change at a time
 
 def _find(folder: Path) -> dict[str, Reader] | None:
     """Return readers for the published domains and for ``mnist``."""
-    found = {domain: reader for domain, name in _PUBLISHED.items() if (reader := find_idx(folder, name))}
+    found: dict[str, Reader] = {}
+    for domain, name in _PUBLISHED.items():
+        for home in find_directories(folder, name):
+            if files := find_files(home, IDX_FILES):
+                found[domain] = partial(read_idx_files, *files)
+                break
     if MNIST.present("mnist", folder):
         found["mnist"] = MNIST.locate("mnist", folder)
     return found if "mnist" in found or set(_DOMAINS) <= set(found) else None
@@ -80,13 +81,9 @@ def morpho_mnist(
                         f"samples={samples}: {domain!r} has {len(own)} training digits; ask for up to that"
                     )
                 own = own[:samples]
-            index = torch.from_numpy(own)
-            x = (
-                _perturb_digits(split.copy_rows(index), own, domain, part, seed)
-                if domain in missing
-                else split.copy_rows(index)
-            )
-            splits[part] = Samples(x=x, y=split.y[index])
+            x, y = split.copy_rows(torch.from_numpy(own)), split.y[torch.from_numpy(own)]
+            x = _perturb_digits(x, own, domain, part, seed) if domain in missing else x
+            splits[part] = Samples(x=x, y=y)
         clients.append(ClientData.from_splits(domain, splits))
     note = f"MNIST with strokes changed: {', '.join(domains)}"
     return Federation(name="morpho-mnist", clients=tuple(clients), classes=10, note=note, class_names=DIGITS).check()

@@ -1,11 +1,10 @@
 """Data sets with a single source: MNIST, Fashion-MNIST, SVHN, SynthDigits, USPS, MNIST-M and CIFAR-10.
 
-Each has a card, a function that finds its files in one of the distributed layouts, and a loader.
+Each has a card, which finds the files that its publisher distributes or one ``.npz`` file, and a loader.
 """
 
 from __future__ import annotations
 
-import importlib
 import tarfile
 from dataclasses import replace
 from pathlib import Path
@@ -13,26 +12,23 @@ from typing import IO, Any
 
 import numpy as np
 import torch
-from PIL import Image
 
 from ...utils.errors import UsageError
-from ...utils.files import check_expansion, open_regular
+from ...utils.files import check_expansion
 from ...utils.random_streams import stream
 from ..augmentation import fedmmb_cifar
 from ..federation import Federation
-from ..formats import Bytes, Numbers, explain_errors, read_digits_mat, read_libsvm, read_table, to_gray_levels
-from ..pickles import load_pickle, read_pickle
+from ..formats import Bytes, explain_errors, load_pickle, read_digits_mat, read_libsvm, read_pickle
 from ..samples import Samples
-from ._card import make_card
 from ._single_dataset import (
+    IDX_FILES,
     Arrays,
-    Parts,
-    find_idx,
-    find_packed,
+    TrainAndTest,
     load_single,
     make_one_client,
     make_single_card,
     make_splits,
+    read_idx_files,
     read_pair,
 )
 
@@ -41,11 +37,9 @@ _CLOTHING = (
 )  # fmt: skip
 OBJECTS = ("airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck")
 
-MNIST = make_card("mnist", find=lambda folder: find_packed(folder, "mnist") or find_idx(folder, "mnist"))
+MNIST = make_single_card("mnist", read_idx_files, IDX_FILES, named=True)
 
-FASHION_MNIST = make_card(
-    "fashion-mnist", find=lambda folder: find_packed(folder, "fashion-mnist") or find_idx(folder, "fashion-mnist")
-)
+FASHION_MNIST = make_single_card("fashion-mnist", read_idx_files, IDX_FILES, named=True)
 
 
 def mnist(root: Path) -> Federation:
@@ -65,10 +59,10 @@ def fashion_mnist(root: Path) -> Federation:
     return load_single("fashion-mnist", root, FASHION_MNIST, _CLOTHING)
 
 
-SVHN = make_single_card("svhn", (read_pair(read_digits_mat), [("train_32x32.mat",), ("test_32x32.mat",)]))
+SVHN = make_single_card("svhn", read_pair(read_digits_mat), [("train_32x32.mat",), ("test_32x32.mat",)])
 
 SYNTHDIGITS = make_single_card(
-    "synthdigits", (read_pair(read_digits_mat), [("synth_train_32x32.mat",), ("synth_test_32x32.mat",)])
+    "synthdigits", read_pair(read_digits_mat), [("synth_train_32x32.mat",), ("synth_test_32x32.mat",)]
 )
 
 
@@ -88,82 +82,27 @@ def synthdigits(root: Path) -> Federation:
     return load_single("synthdigits", root, SYNTHDIGITS)
 
 
-def _read_usps_libsvm(file: Path) -> Arrays:
+def _read_usps(file: Path) -> Arrays:
     x, y = read_libsvm(file, 256)
-    return _cut_levels(x, file), y - 1
-
-
-def _read_usps_text(file: Path) -> Arrays:
-    table = read_table(file, 1 + 256)
-    return _cut_levels(table[:, 1:], file), table[:, 0]
-
-
-def _cut_levels(x: Numbers, file: Path) -> Bytes:
     if x.size and not (x.min() >= -1 and x.max() <= 1):
         raise UsageError(f"{file} holds pixels from {x.min():g} to {x.max():g}, expected were -1 to 1: get it again")
-    return ((x.astype(np.float32) + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16)
+    return ((x.astype(np.float32) + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16), y - 1
 
 
-def _read_usps_h5(file: Path) -> Parts:
-    try:
-        h5py: Any = importlib.import_module("h5py")
-    except ModuleNotFoundError as error:
-        raise UsageError(f"reading {file} needs the package h5py: pip install h5py, or use usps.bz2") from error
-    with explain_errors(file, "HDF5 with groups train and test"), h5py.File(file) as groups:
-        x_train, y_train, x_test, y_test = (
-            np.asarray(groups[part][array]) for part in ("train", "test") for array in ("data", "target")
-        )
-    return _round_levels(x_train, y_train, x_test, y_test, file, 16)
-
-
-def _read_usps_pickle(file: Path) -> Parts:
-    with explain_errors(file, "USPS of 28 x 28"):
-        (x_train, y_train), (x_test, y_test) = read_pickle(file)
-        return _round_levels(x_train, y_train, x_test, y_test, file, 28)
-
-
-def _round_levels(x_train: Numbers, y_train: Numbers, x_test: Numbers, y_test: Numbers, file: Path, side: int) -> Parts:
-    x_train, x_test = (to_gray_levels(x, file).reshape(-1, side, side) for x in (x_train, x_test))
-    return make_splits((x_train, y_train), (x_test, y_test), file)
-
-
-USPS = make_single_card(
-    "usps",
-    (read_pair(_read_usps_libsvm), [("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")]),
-    (read_pair(_read_usps_text), [("zip.train.gz", "zip.train"), ("zip.test.gz", "zip.test")]),
-    (_read_usps_h5, [("usps.h5",)]),
-    (_read_usps_pickle, [("usps_28x28.pkl",)]),
-)
+USPS = make_single_card("usps", read_pair(_read_usps), [("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")])
 
 
 def usps(root: Path) -> Federation:
-    """Load USPS: 9,298 handwritten digits from envelopes, 16 x 16 gray (Hull 1994), in its common formats.
+    """Load USPS: 9,298 handwritten digits from envelopes, 16 x 16 gray (Hull 1994), as LIBSVM distributes it.
 
-    All formats contain the same pixels, from -1 to 1 (text of LIBSVM and of the ESL book) or from 0 to 1 (``usps.h5``).
-    Values from -1 to 1 are truncated to gray levels, as FedBN's authors and torchvision do; values from 0 to 1 are
-    rounded. ``usps_28x28.pkl`` has another split, 7,438 and 1,860, of images scaled to 28 x 28.
+    Pixels from -1 to 1 are truncated to gray levels, as FedBN's authors and torchvision do.
 
-    Returns one client, uint8 ``[N, 1, 16, 16]`` (28 x 28 from ``usps_28x28.pkl``), ten classes, with the file's parts.
+    Returns one client, uint8 ``[N, 1, 16, 16]``, ten classes, with the file's parts.
     """
     return load_single("usps", root, USPS)
 
 
-def _read_listed_images(labels: Path) -> Arrays:
-    """Return images ``[N, H, W, 3]`` and labels from a list with lines such as ``00000000.png 5``."""
-    with explain_errors(labels, "a list of images and labels"):
-        rows = [line.split() for line in labels.read_text().splitlines() if line.strip()]
-        names, y = [name for name, _ in rows], [int(label) for _, label in rows]
-    folder = labels.with_name(labels.name.removesuffix("_labels.txt"))
-    images = []
-    for name in names:
-        place = folder / name
-        with explain_errors(place, "an image"), open_regular(place) as content, Image.open(content) as image:
-            images.append(np.asarray(image.convert("RGB")))
-    with explain_errors(folder, "images of one size"):
-        return np.stack(images), y
-
-
-def _read_mnistm_pickle(file: Path) -> Parts:
+def _read_mnistm(file: Path) -> TrainAndTest:
     content: dict[str, Any] = read_pickle(file)
     with explain_errors(file, "MNIST-M with arrays train and test"):
         x_train, x_test = content["train"], content["test"]
@@ -184,8 +123,8 @@ def _read_mnistm_pickle(file: Path) -> Parts:
 
 MNISTM = make_single_card(
     "mnistm",
-    (read_pair(_read_listed_images), [("mnist_m_train_labels.txt",), ("mnist_m_test_labels.txt",)]),
-    (_read_mnistm_pickle, [("mnistm_data.pkl", "keras_mnistm.pkl", "keras_mnistm.pkl.gz")]),
+    _read_mnistm,
+    [("mnistm_data.pkl", "keras_mnistm.pkl", "keras_mnistm.pkl.gz")],
     remotes=(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
 )
 
@@ -193,84 +132,56 @@ MNISTM = make_single_card(
 def mnistm(root: Path) -> Federation:
     """Load MNIST-M: MNIST's digits blended with patches of color photographs (Ganin et al. 2016, arXiv:1505.07818).
 
-    Three formats are supported. The authors' directory ``mnist_m`` has 59,001 and 9,001 images of 32 x 32. The two
-    pickles, ``keras_mnistm.pkl`` and ``mnistm_data.pkl``, are remakes of all 70,000 digits in 28 x 28, as used by
+    The pickles ``keras_mnistm.pkl`` and ``mnistm_data.pkl`` are remakes of all 70,000 digits in 28 x 28, as used by
     FedBN's authors; the first has no labels, which are read from MNIST in a directory nearby.
 
-    Returns one client, uint8 ``[N, 3, 32, 32]`` (28 x 28 from a pickle), ten classes, with the file's two parts.
+    Returns one client, uint8 ``[N, 3, 28, 28]``, ten classes, with the file's two parts.
     """
     return load_single("mnistm", root, MNISTM)
 
 
-_CIFAR_TRAIN = tuple(f"data_batch_{number}" for number in range(1, 6))
-_CIFAR_BATCHES = (*_CIFAR_TRAIN, "test_batch")
-_CIFAR_RECORD = 1 + 3 * 32 * 32
-_CIFAR_LAYOUTS = [
-    [(f"{home}{batch}{ending}",) for batch in _CIFAR_BATCHES]
-    for version, ending in (("py", ""), ("bin", ".bin"))
-    for home in (f"cifar-10-batches-{version}/", "")
-]
+_CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_batch")
 _AUGMENTED_TOGETHER = 1000  # images
 
-Batch = tuple[Bytes, list[int] | Bytes]
 
-
-def _read_cifar_files(*files: Path) -> Parts:
-    batches = {}
-    for path in files:
-        with path.open("rb") as file:
-            batches[path.name.removesuffix(".bin")] = _read_cifar_batch(file, path)
-    return _join_cifar_batches(batches, files[0].parent)
-
-
-def _read_cifar_archive(archive: Path) -> Parts:
-    batches = {}
-    with explain_errors(archive, "CIFAR-10's archive"), tarfile.open(archive) as members:
-        for member in members:  # in the archive's order, because going back would decompress it again
-            file = members.extractfile(member)
-            name = Path(member.name).name
-            if file is not None and name.removesuffix(".bin") in _CIFAR_BATCHES:
-                check_expansion(archive, member.size)
-                batches[name.removesuffix(".bin")] = _read_cifar_batch(file, archive / name)
-    return _join_cifar_batches(batches, archive)
-
-
-def _read_cifar_batch(file: IO[bytes], where: Path) -> Batch:
-    """Return images ``[N, 3, 32, 32]`` and labels ``[N]`` of one batch.
-
-    In the binary version, a record is one label byte and 3 x 1,024 bytes of red, green and blue; in the python version,
-    a batch is a pickled dictionary with the same rows as ``data``.
-    """
-    if where.suffix == ".bin":
-        content = file.read()
-        if len(content) % _CIFAR_RECORD:
-            raise UsageError(f"{where} has {len(content)} bytes, no multiple of {_CIFAR_RECORD}: it is cut short")
-        rows = np.frombuffer(content, np.uint8).reshape(-1, _CIFAR_RECORD)
-        return rows[:, 1:].reshape(-1, 3, 32, 32), rows[:, 0]
-    with explain_errors(where, "a batch with data and labels"):
-        batch = load_pickle(file, where)
-        return batch["data"].reshape(-1, 3, 32, 32), batch["labels"]
-
-
-def _join_cifar_batches(batches: dict[str, Batch], where: Path) -> Parts:
+def _read_cifar(*files: Path) -> TrainAndTest:
+    """Read six batches, pickled dictionaries with ``data`` ``[N, 3 x 32 x 32]`` and ``labels``, or their archive."""
+    batches: dict[str, tuple[Bytes, list[int]]] = {}
+    if len(files) > 1:
+        for file in files:
+            with file.open("rb") as content:
+                batches[file.name] = _read_cifar_batch(content, file)
+    else:
+        with explain_errors(files[0], "CIFAR-10's archive"), tarfile.open(files[0]) as members:
+            for member in members:  # in the archive's order, because going back would decompress it again
+                content, name = members.extractfile(member), Path(member.name).name
+                if content is not None and name in _CIFAR_BATCHES:
+                    check_expansion(files[0], member.size)
+                    batches[name] = _read_cifar_batch(content, files[0] / name)
     missing = [name for name in _CIFAR_BATCHES if name not in batches]
     if missing:
-        raise UsageError(f"{where} lacks {', '.join(missing)}: it is cut short or of another kind; get it again")
-    x_train, y_train = (
-        np.concatenate(arrays) for arrays in zip(*(batches[name] for name in _CIFAR_TRAIN), strict=True)
-    )
-    return make_splits((x_train, y_train), batches["test_batch"], where)
+        raise UsageError(f"{files[0]} lacks {', '.join(missing)}: it is cut short or of another kind; get it again")
+    *train, test = (batches[name] for name in _CIFAR_BATCHES)
+    x_train, y_train = (np.concatenate(arrays) for arrays in zip(*train, strict=True))
+    return make_splits((x_train, y_train), test, files[0])
+
+
+def _read_cifar_batch(content: IO[bytes], where: Path) -> tuple[Bytes, list[int]]:
+    with explain_errors(where, "a batch with data and labels"):
+        batch = load_pickle(content, where)
+        return batch["data"].reshape(-1, 3, 32, 32), batch["labels"]
 
 
 CIFAR10 = make_single_card(
     "cifar10",
-    *((_read_cifar_files, files) for files in _CIFAR_LAYOUTS),
-    (_read_cifar_archive, [("cifar-10-python.tar.gz", "cifar-10-binary.tar.gz")]),
+    _read_cifar,
+    [(f"cifar-10-batches-py/{batch}", batch) for batch in _CIFAR_BATCHES],
+    [("cifar-10-python.tar.gz",)],
 )
 
 
 def cifar10(root: Path, *, doubled: bool = False, seed: int = 0) -> Federation:
-    """Load CIFAR-10: 60,000 photographs, 32 x 32 in color (Krizhevsky 2009), "python" or "binary" version.
+    """Load CIFAR-10: 60,000 photographs, 32 x 32 in color (Krizhevsky 2009), "python" version.
 
     Returns one client, uint8 ``[N, 3, 32, 32]``, ten classes, with the publisher's training and test parts. Archives
     may be packed or unpacked. ``doubled``: the training images are followed by an augmented copy of each, drawn once

@@ -23,6 +23,8 @@ from .resizing import resize_volume
 from .signals import WFDB, decode_signal, list_files
 from .volumes import decode_volume
 
+FileKind = Literal["array", "byte", "integer", "real", "volume", "signal"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
@@ -41,7 +43,7 @@ class Decoding:
 
     """
 
-    kind: Literal["array", "byte", "integer", "real", "volume", "signal"] = "array"
+    kind: FileKind = "array"
     window: Window | None = None
     spacing: tuple[float, ...] = ()
     leads: tuple[str, ...] = ()

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
@@ -64,6 +65,7 @@ _GROUPS = {
     "ImagePositionPatient": "PlanePositionSequence",
     "RescaleSlope": "PixelValueTransformationSequence",
     "RescaleIntercept": "PixelValueTransformationSequence",
+    "RescaleType": "PixelValueTransformationSequence",
 }
 """Functional groups of enhanced images that hold an attribute (PS3.3, C.7.6.16.2)."""
 _LPS_TO_RAS = np.array([-1.0, -1.0, 1.0])
@@ -133,15 +135,15 @@ def _refuse_other_frames(found: Any, frames: int) -> None:
     if groups and len(groups) != frames:
         raise Unreadable(f"has {frames} frames, and PerFrameFunctionalGroupsSequence {len(groups)}: export it again")
     pointers = found.get("FrameIncrementPointer")
-    pointers = [] if pointers is None else pointers if isinstance(pointers, list) else [pointers]
-    names = {import_module("pydicom").datadict.keyword_for_tag(tag) for tag in pointers}
+    tags = [pointers] if isinstance(pointers, int) else pointers or ()
+    names = {import_module("pydicom.datadict").keyword_for_tag(tag) for tag in tags}
     placed = find_attribute(found, "ImagePositionPatient", 1) is not None and groups
     times = int(found.get("NumberOfTemporalPositions") or 1) > 1 or names & _IN_TIME
     if times or (not placed and any(name in found for name in _IN_TIME)):
         raise Unreadable(f"has {frames} frames in time: write each point in time to its own file")
     for name in names - _SLICES:
         values = found.get(name)
-        if not isinstance(values, list) or len(set(values)) > 1:
+        if not isinstance(values, Sequence) or len(set(values)) > 1:
             raise Unreadable(f"has {frames} frames by {name}, which are no slices: write each volume to its own file")
 
 
@@ -235,8 +237,8 @@ def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
 
 def holds_hounsfield(found: Any) -> bool:
     """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
-    unit, inverted = found.get("RescaleType") or "HU", found.get("PhotometricInterpretation") == "MONOCHROME1"
-    return found.get("Modality") == "CT" and unit == "HU" and not inverted
+    inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
+    return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
 
 
 def read_values(found: Any) -> Array:
@@ -272,15 +274,12 @@ def _read_stored(found: Any) -> Array:
 
 def _apply_palette(found: Any, index: Array) -> Array:
     """Return the colors of palette indices, ``[H, W, 3]``."""
-    sizes = [tuple(map(int, found[f"{color}PaletteColorLookupTableDescriptor"].value)) for color in _COLORS]
+    sizes = [tuple(found.get(f"{color}PaletteColorLookupTableDescriptor") or (0, 0, 0)) for color in _COLORS]
     entries, first, bits = sizes[0][0] % 2**16 or 2**16, *sizes[0][1:]
     names = [f"{color}PaletteColorLookupTableData" for color in _COLORS]
     plain = names[0] in found
-    if (
-        len(set(sizes)) > 1
-        or "AlphaPaletteColorLookupTableDescriptor" in found
-        or (not plain and bits == 8 and entries > 256)
-    ):
+    known = bits == 16 or (bits == 8 and (plain or entries <= 256))
+    if not known or len(set(sizes)) > 1 or "AlphaPaletteColorLookupTableDescriptor" in found:
         raise Unreadable("has a PaletteColorLookupTable that is not read: export it in RGB")
     for name in names if plain else ():  # entries of 8 bits, in bytes or words: pydicom reads indices in their type
         content = found[name].value
@@ -289,8 +288,8 @@ def _apply_palette(found: Any, index: Array) -> Array:
         if len(table) < entries:
             raise Unreadable(f"has a {name} of {len(table)} entries, and {entries} by its descriptor: export it again")
         found[name].value = table.astype(np.uint16).tobytes()
-    known = np.clip(index.astype(np.int64), first, first + entries - 1)
-    colors: Array = import_module("pydicom.pixels").apply_color_lut(known, found)
+    index = np.clip(index.astype(np.int64), first, first + entries - 1)
+    colors: Array = import_module("pydicom.pixels").apply_color_lut(index, found)
     return colors
 
 

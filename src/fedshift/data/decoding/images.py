@@ -190,8 +190,12 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
             with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
                 yield image
         except UnidentifiedImageError as error:
-            empty = file.stat().st_size == 0
-            raise Unreadable("is empty" if empty else f"is not an image in format {', '.join(_FORMATS)}") from error
+            if file.stat().st_size == 0:
+                raise Unreadable("is empty") from error
+            raise Unreadable(
+                f"is not an image in format {', '.join(_FORMATS)}, or has pixels that Pillow does not read, such as "
+                "floats of 64 bits"
+            ) from error
 
 
 def _is_signed(image: Image.Image) -> bool:

@@ -391,8 +391,8 @@ def _describe_dicom(found: Any) -> VolumeHeader:
     sides = [float(cosine) for cosine in find_attribute(found, "ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
     return VolumeHeader(
-        shape=shape, channels=channels, spacing=spacing, axes=codes, order=order,
-        hounsfield=holds_hounsfield(found), patient=read_patient(found),
+        shape=shape, channels=channels, spacing=spacing, axes=codes, order=order, hounsfield=holds_hounsfield(found),
+        patient=read_patient(found),
     )  # fmt: skip
 
 

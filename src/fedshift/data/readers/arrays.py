@@ -2,7 +2,7 @@
 
 A client has arrays by name, from a dictionary, a file ``client.npz`` or files ``client/train/x.npy``: ``x_train y_train
 x_test y_test``, optionally ``x_val y_val`` (or ``valid``, ``validation``, ``dev``), masks also as ``m_train``, groups
-as ``NAME_train``; or ``x y``, of which test samples are drawn. Several inputs of a sample are ``x_train.NAME``, by the
+as ``NAME_train``; or ``x y``, to be divided. Several inputs of a sample are ``x_train.NAME``, by the
 names of the network's parameters. Or a client has pairs of arrays or datasets, or one dataset. Files are read without
 pickle, so they cannot run code; ``.npy`` files stay on disk. For shapes see :func:`fedshift.data.samples.to_samples`.
 
@@ -11,10 +11,11 @@ Objects of pandas, Arrow and HuggingFace are recognized by their attributes; the
 
 from __future__ import annotations
 
+import re
 import zipfile
 import zlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +29,13 @@ from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.files import open_regular
 from ...utils.words import join_some
 from ..agreement import refuse_other_class_names
+from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
+from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
-from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, choose_clients
+from ..scan import SPLITS, UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
 from ..schema import Schema
 from ..stores import DatasetStore
 
@@ -43,10 +46,10 @@ NAME = "own data"
 """Name of the federation of objects in memory."""
 SPLIT_ENDS = {"train": ("train",), "validation": ("val", "valid", "validation", "dev"), "test": ("test",)}
 """Ends of array names, and names of folders of ``.npy`` files, of each split."""
-ARRAY_FILES = frozenset({".npz", ".npy", ".npz.gz", ".pt", ".pth", ".pkl", ".mat", ".h5", ".hdf5"})
-"""Ends of the names of files of arrays."""
+ARRAY_FILE = re.compile(r"\.(np[yz]|pth?|pkl|mat|h5|hdf5)(\.gz)?$", re.IGNORECASE)
+"""The end of the name of a file of arrays."""
 ACCEPTED = (
-    "give (x_train, y_train, x_test, y_test), (x, y), of which test samples are drawn, one map-style torch dataset or "
+    "give (x_train, y_train, x_test, y_test), (x, y), which is divided, one map-style torch dataset or "
     "two, (train, test), whose samples are pairs (input, label), or a dictionary of either"
 )
 
@@ -63,29 +66,41 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
     if not holds_hub_datasets(source):
         for name in sorted({"client_column", "target"} & reading.changed if reading.schema is None else ()):
             raise UsageError("{} is for tables and datasets of HuggingFace, not for arrays: leave it out", Ref(name))
-    if isinstance(source, Path):
-        return _scan_files(source, reading)
-    if is_whole(source):
-        require_column(source, reading)
+    if not isinstance(source, Path) and hold_all_clients(source, reading):
         return _scan_whole(source if isinstance(source, Mapping) else {"": source}, reading)
-    refuse_column(reading)
-    require_names(source)
-    parts, class_names = list[Part](), dict[str, Sequence[str]]()
-    for client in choose_clients(source, reading):
-        where = f"client {client!r}"
-        for split, (data, group) in list_splits(where, source[client], reading.groups).items():
-            class_names[f"{where}, {split or 'train'} data"] = list_class_names(data, reading.target)
-            parts.append(_scan_split(client, where, split, data, group, reading, _list_inputs(reading, parts)))
+    files = _find_files(source) if isinstance(source, Path) else {}
+    if source in files.values() and reading.schema is None:
+        raise UsageError(f"{source} is one client: give a directory with a file or folder for each client")
+    parts, class_names, notices = list[Part](), dict[str, Sequence[str]](), _name_unread(source, files)
+    chosen = choose_clients(sort_names(files) or source, reading)
+    for done, client in enumerate(chosen, 1):
+        where = str(files.get(client, f"client {client!r}"))
+        with _open(files[client], reading.groups) if files else nullcontext(source[client]) as data:
+            for split, (part, group) in _list_splits(where, data, reading.groups, notices if files else None).items():
+                told = f"{where}, {split or 'train'} data"
+                class_names[told] = list_class_names(part, reading.target)
+                made = _scan_split(client, told, split, part, group, reading, _list_inputs(reading, parts))
+                parts.append(replace(made, source=to_store(made.source, told)) if files else made)
+        if files and reading.progress:
+            reading.progress("arrays", done, len(chosen))
     refuse_other_class_names(class_names)
-    return Scan(name=NAME, parts=tuple(parts), task=reading.task)
+    name = source.resolve().name if files else NAME
+    note = f"{{clients}} {'files of .npz' if files[chosen[0]].is_file() else 'folders of .npy'}" if files else ""
+    return Scan(name=name, parts=tuple(parts), task=reading.task, note=note, notices=tuple(notices))
 
 
 def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return the clients' inputs; parts with one array share its store."""
     keys = [id(part.source) for part in scan.parts]
-    sources = dict(zip(keys, scan.parts, strict=True))
+    sources = dict(zip(reversed(keys), reversed(scan.parts), strict=True))  # the first of those that share an array
     stores = {key: to_store(part.source, part.where) for key, part in sources.items()}
-    return Loaded(stores=[stores[key] for key in keys])
+    trained = {
+        part.where: stores[key]
+        for key, part in zip(keys, scan.parts, strict=True)
+        if (assign(part, ()) == SPLITS.index("train")).any()
+    }
+    notices = describe_arrays(trained, several=any(part.inputs for part in scan.parts))
+    return Loaded(stores=[stores[key] for key in keys], notices=tuple(notices))
 
 
 # Files
@@ -105,34 +120,11 @@ def _find_files(path: Path) -> dict[str, Path]:
     return files or folders
 
 
-def _scan_files(source: Path, reading: ReadOptions) -> Scan:
-    found = _find_files(source)
-    if source in found.values() and reading.schema is None:
-        raise UsageError(f"{source} is one client: give a directory with a file or folder for each client")
-    parts, notices = list[Part](), _name_unread(source, found)
-    names = choose_clients(found, reading)
-    for done, name in enumerate(names, 1):
-        with _open(found[name], reading.groups) as arrays:
-            splits = _split_arrays(str(found[name]), arrays, reading.groups, notices)
-            for split, (data, group) in splits.items():
-                order = _list_inputs(reading, parts)
-                part = _scan_split(name, str(found[name]), split, data, group, reading, order)
-                parts.append(replace(part, source=to_store(part.source, part.where)))
-        if reading.progress:
-            reading.progress("arrays", done, len(names))
-    note = f"{{clients}} {'files of .npz' if found[names[0]].is_file() else 'folders of .npy'}"
-    return Scan(name=source.resolve().name, parts=tuple(parts), task=reading.task, note=note, notices=tuple(notices))
-
-
-def _name_unread(source: Path, clients: Mapping[str, Path]) -> list[str]:
-    """Return a notice of files of arrays in the directory ``source`` that belong to no client, if there are any."""
-    lost = [
-        file.name
-        for file in sorted(source.iterdir() if source.is_dir() else [])
-        if file not in clients.values() and "".join(file.suffixes[-2:]).lower().endswith(tuple(ARRAY_FILES))
-    ]
-    known = "client.npz, or client/train/x.npy"
-    return [f"{source}: files that are not read: {join_some(lost)}: name them {known}"] if lost else []
+def _name_unread(source: Any, clients: Mapping[str, Path]) -> list[str]:
+    """Return a notice of files of arrays in a directory that belong to no client, if there are any."""
+    found = sorted(source.iterdir()) if clients and source.is_dir() else []
+    lost = [file.name for file in found if ARRAY_FILE.search(file.name) and file not in clients.values()]
+    return [f"{source}: files that are not read: {join_some(lost)}: see the layouts of .npz and .npy"] if lost else []
 
 
 @contextmanager
@@ -172,21 +164,15 @@ def _map(file: Path) -> NDArray[Any]:
 # Splits of a client
 
 
-def list_splits(where: str, data: Any, groups: str | None = None) -> dict[str, tuple[Any, Any]]:
+def _list_splits(
+    where: str, data: Any, groups: str | None, notices: list[str] | None
+) -> dict[str, tuple[Any, NDArray[Any] | None]]:
     """Return a pair of arrays or a dataset, and the array of groups or None, by split; of ``""``, test data are drawn.
 
-    Args:
-        where: Name of the client in messages.
-        data: Arrays ``(x_train, y_train, x_test, y_test)`` or ``(x, y)``; one dataset or two; or a dictionary of arrays
-            by name, or of pairs or datasets with the keys ``train``, ``test`` and optionally ``validation``.
-        groups: Name of the arrays with the group of each sample.
-
-    Raises:
-        UsageError: ``data`` is none of these.
-
+    ``groups`` and ``notices``: as for :func:`_split_arrays`. Raises :class:`UsageError` for other ``data``.
     """
     if isinstance(data, Mapping):
-        return _split_arrays(where, data, groups)
+        return _split_arrays(where, data, groups, notices)
     parts = list(data) if isinstance(data, tuple | list) else [data]
     pairs = all(_is_dataset(part) or (isinstance(part, tuple | list) and len(part) == 2) for part in parts)
     if len(parts) == 1 and _is_dataset(data):
@@ -225,11 +211,12 @@ def _require_groups(where: str, splits: Mapping[str, Any], groups: str | None) -
 
 
 def _split_arrays(
-    where: str, arrays: Mapping[str, Any], groups: str | None, notices: list[str] | None = None
+    where: str, arrays: Mapping[str, Any], groups: str | None, notices: list[str] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what :func:`list_splits` does, of arrays or datasets by name; ``notices`` receives the names of others.
+    """Return what :func:`_list_splits` does, of arrays or datasets by name.
 
-    Without ``notices``, others are refused.
+    ``groups``: name of the arrays with the group of each sample. ``notices`` receives the names of arrays that are not
+    read; None: they are refused.
     """
     if keys := _find_ends(where, arrays, ("",)):
         keys = {"train": "train", "test": "test"} | keys
@@ -257,7 +244,7 @@ def _split_arrays(
 
 
 def _find_ends(where: str, names: Collection[str], starts: Sequence[str]) -> dict[str, str]:
-    """Return the end of the names of each split's arrays, of which some of ``names`` are, after one of ``starts``."""
+    """Return the end of the names of each split's arrays if, after one of ``starts``, it is among ``names``."""
     found = dict[str, str]()
     for split, ends in SPLIT_ENDS.items():
         here = [end for end in ends if any(f"{start}{end}" in names for start in starts)]
@@ -275,8 +262,8 @@ def _require_arrays(where: str, arrays: Mapping[str, Any], names: Iterable[str])
             file = "/".join([*name.split("_")[:0:-1], f"{name.split('_')[0]}.npy"])
             raise UsageError(
                 f"{where} has no array {name!r}, or file {file} (it has {join_some(map(str, arrays)) or 'none'}): "
-                "name the arrays x_train, y_train, x_test, y_test, or x and y alone, of which test samples are drawn, "
-                "or choose other clients ({})",
+                "name the arrays x_train, y_train, x_test, y_test, or x and y, to be divided; "
+                "give columns of a table as pandas.DataFrame, or choose other clients ({})",
                 Ref("domains"),
             )
 
@@ -291,14 +278,15 @@ def _name_unused(where: str, arrays: Iterable[object], used: Collection[str], no
 
 
 def _scan_split(
-    client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str]
-) -> Part:
-    where = f"{where}, {split or 'train'} data"
+    client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str],
+    skip: Sequence[str] = (),
+) -> Part:  # fmt: skip
+    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns that are no inputs."""
     if isinstance(data, LazyDataset):
         x: Any = DatasetStore(data, where, reading.target, order)
         y, inputs = x.targets, x.inputs
     else:
-        x, y = read_part(data, where, reading.target, [reading.groups] if reading.groups else [])
+        x, y = read_part(data, where, reading.target, skip or list(filter(None, [reading.groups])))
         x, inputs = join_several(x, where, order)
     targets = read_targets(x, y, where, reading.task)
     groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else UNGROUPED
@@ -326,25 +314,23 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
         {f"{split} data": list_class_names(data, reading.target, skip) for split, data in splits.items()}
     )
     for split, data in splits.items():
-        where = f"data, {split} data" if split else "data"
         for name in skip:
             if name not in data.column_names:
                 raise unknown_name("column", name, data.column_names)
-        x, y = read_part(data, where, reading.target, skip=skip)
-        x, inputs = join_several(x, where, _list_inputs(reading, parts))
-        targets = read_targets(x, y, where, reading.task)
-        owner, groups = np.array(list(map(str, data[column]))), find_item_groups(data, reading.groups, where)
-        side = SPLITS.index(split) if split == "validation" or "test" in splits else UNSAID
+        where = f"data, {split} data" if split else "data"
+        drawn = split != "validation" and "test" not in splits
+        part = _scan_split("", where, "" if drawn else split, data, None, reading, _list_inputs(reading, parts), skip)
+        owner = np.array(list(map(str, data[column])))
         for client in np.unique(owner).tolist():
             rows = np.flatnonzero(owner == client)
-            parts.append(
-                Part(
-                    client=client, where=f"client {client!r}, {split or 'train'} data", y=targets[rows],
-                    side=np.full(len(rows), side, np.int8), rows=rows, source=x,
-                    group=groups[rows] if len(groups) else UNGROUPED, inputs=inputs,
-                )
-            )  # fmt: skip
-    chosen = choose_clients(sorted({part.client for part in parts}), reading)
+            own = {
+                "y": part.y[rows],
+                "side": part.side[rows],
+                "group": part.group[rows] if len(part.group) else UNGROUPED,
+            }
+            told = f"client {client!r}, {split or 'train'} data"
+            parts.append(replace(part, client=client, where=told, rows=rows, **own))
+    chosen = choose_clients(sort_names({part.client for part in parts}), reading)
     ordered = tuple(part for client in chosen for part in parts if part.client == client)
     return Scan(name=NAME, parts=ordered, task=reading.task)
 
@@ -378,33 +364,27 @@ def _holds(kind: Callable[[Any], bool], data: object) -> bool:
     return any(_holds(kind, each) for each in data) if isinstance(data, tuple | list) else kind(data)
 
 
-def is_whole(data: object) -> bool:
-    """Return whether ``data`` is a table or HuggingFace dataset of all clients, or has one of these per split."""
+def hold_all_clients(data: Any, reading: ReadOptions) -> bool:
+    """Return whether ``data`` is one table or dataset of all clients, or one for each split, and not one by client.
+
+    Raises :class:`UsageError` if no option names its column of clients, or one is named for a dictionary by client, or
+    a client is named by something else than a text.
+    """
     parts = data.values() if isinstance(data, Mapping) else [data]
-    named = not isinstance(data, Mapping) or (bool(data) and set(data) <= set(SPLITS))
-    return named and all(is_table(part) or is_hub_dataset(part) for part in parts)
-
-
-def require_column(data: object, reading: ReadOptions) -> None:
-    """Raise :class:`UsageError` if no option names the column of ``data`` with the client of each row."""
-    if reading.client_column is None and reading.schema is None:
+    whole = (not isinstance(data, Mapping) or (bool(data) and set(data) <= set(SPLITS))) and all(
+        is_table(part) or is_hub_dataset(part) for part in parts
+    )
+    if whole and reading.client_column is None and reading.schema is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "
             "({}), or give a dictionary, {client: data}",
             Ref("client_column"),
         )
-
-
-def refuse_column(reading: ReadOptions) -> None:
-    """Raise :class:`UsageError` if a column of clients is named for data that are a dictionary by client."""
-    if reading.client_column is not None and reading.schema is None:
+    if not whole and reading.client_column is not None and reading.schema is None:
         raise UsageError(
             f"client_column={reading.client_column!r}: data is a dictionary by client already: leave it out"
         )
-
-
-def require_names(clients: Mapping[Any, Any]) -> None:
-    """Raise :class:`UsageError` unless all clients are named by texts."""
-    for name in clients:
+    for name in [] if whole else data:
         if not isinstance(name, str):
             raise UsageError(f"the client {name!r} of data is named by a {type(name).__name__}: give a text")
+    return whole

@@ -11,12 +11,12 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from functools import cached_property
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
@@ -32,8 +32,21 @@ from ...utils.errors import Ref, UsageError, unknown_name
 from ...utils.files import check_expansion, open_regular, require_regular
 from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
-from ..columns import CODES, MISSING, TRUTHS, Column, feature_slices
+from ..columns import (
+    CODES,
+    GROUPED,
+    MISSING,
+    PLAIN,
+    TRUTHS,
+    Column,
+    Numerals,
+    are_dates,
+    feature_slices,
+    may_measure,
+    read_numerals,
+)
 from ..files.read_options import ReadOptions
+from ..identity import clean_name, group_alike, match_name, merge_names, sort_names
 from ..preparation import FeatureScaling
 from ..samples import digest_each
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
@@ -41,19 +54,29 @@ from ..usual_values import find_outlying
 
 TARGETS = ("target", "label", "y", "class", "outcome")
 CLIENTS = ("client", "site", "hospital", "center", "institution")
-SIDES = {"train": 0, "val": 1, "valid": 1, "validation": 1, "test": 2}
+SIDES = {
+    "train": 0, "training": 0, "val": 1, "valid": 1, "validation": 1, "dev": 1, "development": 1, "test": 2,
+    "testing": 2, "holdout": 2, "hold-out": 2,
+}  # fmt: skip
 """Values of a split column (case-insensitive), and the index in :data:`~fedshift.data.scan.SPLITS` of each."""
-MOST_CLASSES, MOST_CATEGORIES = 100, 50
+MOST_CLASSES, MOST_CATEGORIES, MOST_REMARKS = 100, 50, 50
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
+TEXTS, UNREAD = (".txt", ".dat", ".data", ""), (
+    ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx", ".xls", ".xlsm", ".ods", ".feather", ".arrow", ".pq", ".orc",
+    ".json", ".jsonl", ".sav", ".dta", ".sas7bdat", ".xpt", ".rds", ".rdata",
+)  # fmt: skip
+"""Names of files that may be tables and are not read."""
 holds = "tables"
 options = frozenset(
     {"test_fraction", "client_column", "target", "split_column", "ignore_columns", "groups", "missing", "scaling"}
 )
 
-_NUMBER = r"(?i)^[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?$|^[+-]?inf(inity)?$"
-_DECIMAL_COMMA, _POINT = r"^\s*([+-]?\d*),(\d+([eE][+-]?\d+)?)\s*$", r"^\s*[+-]?\d*\.\d+\s*$"
-_DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2,4}([T ].*)?")
+_ONE_COMMA, _ONE_POINT = (rf"^\s*[+-]?\d*{sign}(\d{{1,2}}|\d{{4,}})\s*$" for sign in (",", r"\."))
+"""Numbers whose only comma, or point, does not separate thousands."""
+_COMMA = r"^\s*([+-]?\d*),(\d+([eE][+-]?\d+)?)\s*$"
+Numbers = NDArray[np.float64]
+Ints = NDArray[np.intp]
 
 
 # Files
@@ -61,11 +84,20 @@ _DATE = re.compile(r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.]\d\d?[-/.]\d{2
 
 @dataclass(frozen=True, eq=False)
 class Table:
-    """A table in memory; ``path``: its file, or its name in messages; ``commas``: commas were decimal points."""
+    """A table in memory.
+
+    Attributes:
+        path: Its file, or its name in messages.
+        cells: Its cells.
+        decimal: Decimal point of its texts, ``?`` if not known, as in :func:`~fedshift.data.columns.read_numerals`.
+        notices: Remarks on how the file is written.
+
+    """
 
     path: Path
     cells: pa.Table
-    commas: bool = False
+    decimal: Literal["", ".", ",", "?"] = ""
+    notices: tuple[str, ...] = ()
 
     @property
     def names(self) -> list[str]:
@@ -93,19 +125,61 @@ def read_table(path: Path, names_only: bool = False) -> Table:
             check_expansion(path, max(sum(groups), 4 * facts.num_rows * facts.num_columns))
             _check_names(path, facts.schema.to_arrow_schema().names)
             return Table(path, facts.schema.to_arrow_schema().empty_table() if names_only else pq.read_table(path))
-        with open_regular(path) as file:
-            header = re.sub(rb'"[^"]*"', b"", file.readline(1 << 24))
-        separator = SEPARATORS[path.suffix.lower()]
-        commas = separator == "," and b";" in header and b"," not in header
-        parse = pa.csv.ParseOptions(delimiter=";" if commas else separator, newlines_in_values=True)
-        block = pa.csv.ReadOptions(use_threads=False, block_size=max(1 << 20, 16 * len(header)))
+        before, separator, header = _find_form(path)
+        parse = pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
+        size = max(1 << 20, 16 * len(header))
+        block = pa.csv.ReadOptions(use_threads=False, block_size=size, skip_rows=before)
         names = pa.csv.open_csv(path, block, parse).schema.names
         _check_names(path, names)
         types = dict.fromkeys(names, pa.string())
+        if names_only:
+            return Table(path, pa.schema(list(types.items())).empty_table())
         convert = pa.csv.ConvertOptions(column_types=types, null_values=MISSING, strings_can_be_null=True)
-        cells = pa.table({name: pa.array([], pa.string()) for name in names})
-        cells = cells if names_only else pa.csv.read_csv(path, block, parse, convert)
-        return Table(path, _read_decimals(path, cells) if commas else cells, commas)
+        cells = pa.csv.read_csv(path, block, parse, convert)
+        decimal = _find_decimal(cells, separator) if separator in ";\t" else ""
+        return Table(path, cells, decimal, tuple(_describe_form(path, before, separator, decimal)))
+
+
+def _find_form(path: Path) -> tuple[int, str, bytes]:
+    """Return the number of lines before the line of names, what separates columns, and that line.
+
+    Lines that begin with ``#`` are remarks, unless the last one has as many columns as the next line. Excel's first
+    line ``sep=;`` names the separator.
+    """
+    with open_regular(path) as file:
+        lines = [file.readline(1 << 24).removeprefix(b"\xef\xbb\xbf")]
+        while len(lines) < MOST_REMARKS and (lines[-1].startswith((b"#", b"sep=")) or lines[-1] in (b"\n", b"\r\n")):
+            lines.append(file.readline(1 << 24))
+    told = next((line[4:].rstrip(b"\r\n") for line in lines if line.startswith(b"sep=")), b"").decode("latin-1")
+    usual = told or SEPARATORS[path.suffix.lower()]
+    names = re.sub(rb'"[^"]*"', b"", lines[-1])
+    most = max(",;\t|", key=lambda sign: names.count(sign.encode()))
+    separator = usual if usual.encode() in names or most.encode() not in names else most
+    before = len(lines) - 1
+    if before and lines[-2].startswith(b"#") and lines[-2].count(separator.encode()) == names.count(
+        separator.encode()) > 0:  # fmt: skip
+        before -= 1
+    return before, separator, lines[before]
+
+
+def _find_decimal(cells: pa.Table, separator: str) -> Literal["", ".", ",", "?"]:
+    """Return the decimal point of a file that programs write with commas in some countries."""
+    decimals: list[tuple[str, Literal[",", "."]]] = [(_ONE_COMMA, ","), (_ONE_POINT, "."), (_COMMA, ",")]
+    for pattern, sign in decimals[: 3 if separator == ";" else 2]:
+        if any(pc.any(pc.match_substring_regex(column, pattern)).as_py() for column in cells.columns):
+            return sign
+    return "?" if separator == ";" else ""
+
+
+def _describe_form(path: Path, before: int, separator: str, decimal: str) -> Iterator[Information]:
+    if before:
+        yield Information(f"{path}: what precedes its line of names is left out ({before} line{'s' * (before > 1)})")
+    commas = decimal == "," or (separator == ";" and decimal != ".")
+    if commas or separator != SEPARATORS[path.suffix.lower()]:
+        sign = {";": "semicolons separate", "\t": "tabs separate", ",": "commas separate"}.get(
+            separator, f"{separator!r} separates"
+        )
+        yield Information(f"{path}: {sign} its columns{', and a comma in a number is its decimal point' * commas}")
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
@@ -118,20 +192,6 @@ def _check_names(path: Path, names: Sequence[str]) -> None:
                 f"{path}: column {place} has no name ({name!r}), and is probably the number of the row: "
                 "write the table without it (row.names=FALSE in R, index=False in pandas), or name it"
             )
-
-
-def _read_decimals(path: Path, cells: pa.Table) -> pa.Table:
-    """Return ``cells`` with decimal points; raise :class:`UsageError` if a column has points and commas."""
-    for place, name in enumerate(cells.column_names):
-        column = cells.column(place)
-        if pc.any(pc.match_substring_regex(column, _DECIMAL_COMMA)).as_py():
-            if pc.any(pointed := pc.match_substring_regex(column, _POINT)).as_py():
-                raise UsageError(
-                    f"{path}: column {name!r} has numbers with a comma and numbers with a point, such as "
-                    f"{column.filter(pointed)[0]}: write all decimals in one way, and no thousands separators"
-                )
-            cells = cells.set_column(place, name, pc.replace_substring_regex(column, _DECIMAL_COMMA, r"\1.\2"))
-    return cells
 
 
 @contextmanager
@@ -150,58 +210,81 @@ def _explain_errors(path: Path) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Cells:
-    """The cells of a column over all rows that are read.
+    """The cells of a column over the N rows that are read.
 
     Attributes:
         name: Name of the column.
-        texts: Trimmed texts ``[N]``; missing where the cell is missing, or has a number by its file's declared type.
-        numbers: Float64 ``[N]``; NaN where the cell is missing or a word.
+        numbers: Number of each cell, float64 ``[N]``; NaN where it is missing or a word.
+        texts: Distinct texts; none if no cell is a word.
+        place: Index in ``texts`` of each cell ``[N]``; -1 where it is missing, or a number by its file's declared type.
         typed: Whether a file declares the column as numbers.
         declared: Whether a file declares the column as categories.
-        where: Function that names the file and number of a row.
+        numerals: What the texts of each file are as numbers.
+        where: Function that names the file and number of rows.
 
     """
 
     name: str
-    texts: pd.Series[str]
-    numbers: NDArray[np.float64]
+    numbers: Numbers
+    texts: Sequence[str] = ()
+    place: Ints = field(default_factory=lambda: np.empty(0, np.intp))
     typed: bool
     declared: bool
-    where: Any
+    numerals: Sequence[Numerals] = ()
+    where: Callable[[Ints], str]
+
+    def find(self, words: Container[str], *, within: bool = True) -> Ints:
+        """Return the rows whose text, in lower case, is one of ``words``, or is none of them and no number."""
+        if not self.texts:
+            return np.empty(0, np.intp)
+        chosen = np.array([*((text.lower() in words) == within for text in self.texts), False])[self.place]
+        return np.flatnonzero(chosen if within else chosen & np.isnan(self.numbers))
 
     @cached_property
-    def words(self) -> pd.Series[str]:
-        """Texts in lower case that are no numbers, ``[N]``."""
-        return self.texts.where(np.isnan(self.numbers)).str.lower()
-
-    @cached_property
-    def odd(self) -> NDArray[np.intp]:
+    def odd(self) -> Ints:
         """Rows of words that are neither true, false nor codes for a missing value."""
-        return np.flatnonzero(self.words.notna() & ~self.words.isin([*TRUTHS, *CODES]))
+        return self.find((*TRUTHS, *CODES), within=False)
 
     @cached_property
-    def truths(self) -> NDArray[np.intp]:
+    def truths(self) -> Ints:
         """Rows with true or false."""
-        return np.flatnonzero(self.words.isin(list(TRUTHS)))
+        return self.find(TRUTHS)
 
     @cached_property
-    def categories(self) -> list[str]:
-        """The distinct texts, sorted."""
-        return sorted(self.texts.dropna().unique())
+    def counts(self) -> dict[str, int]:
+        """Number of rows of each distinct text, in order of the texts."""
+        counts = np.bincount(self.place[self.place >= 0], minlength=len(self.texts))
+        return dict(sorted(zip(self.texts, counts.tolist(), strict=True)))
 
-    def encode(self, column: Column) -> NDArray[np.float32]:
-        """Return the features of ``column``, ``[N, width]``; all of a missing value are NaN."""
+    def list_texts(self, rows: Ints) -> list[str]:
+        """Return the distinct texts of ``rows``, by first occurrence."""
+        return [self.texts[place] for place in dict.fromkeys(self.place[rows].tolist())]
+
+    def read_values(self, column: Column) -> Numbers:
+        """Return the value of each cell as ``column`` has it, ``[N]``: a number, or that of its category, or NaN.
+
+        Raises :class:`UsageError` for a number that is infinite, or beyond float32.
+        """
         if column.categories is not None:
-            place = pd.Index(column.categories).get_indexer(pd.Index(self.texts))
-            return np.where(place[:, None] < 0, np.nan, place[:, None] == np.arange(column.width)).astype(np.float32)
-        with np.errstate(over="ignore"):
-            numbers = np.where(np.isnan(self.numbers), self.words.map(TRUTHS), self.numbers).astype(np.float32)
-        if infinite := np.flatnonzero(np.isinf(numbers)).tolist():
+            known = {category: float(number) for number, category in enumerate(column.categories)}
+            return np.array([*(known.get(text, np.nan) for text in self.texts), np.nan])[self.place]
+        numbers = self.numbers
+        if len(self.truths):
+            truths = np.array([*(TRUTHS.get(text.lower(), np.nan) for text in self.texts), np.nan])[self.place]
+            numbers = np.where(np.isnan(numbers), truths, numbers)
+        if len(infinite := np.flatnonzero(np.abs(numbers) > np.finfo(np.float32).max)):
             raise UsageError(
                 f"{self.where(infinite)}: an infinite value in column {self.name!r} (or one beyond float32): correct "
                 "it, or leave it empty to have it imputed"
             )
-        return numbers[:, None]
+        return numbers
+
+
+def spread(values: Numbers, column: Column) -> Numbers:
+    """Return the features ``[N, width]`` of the ``values [N]`` of a column; all of a missing value are NaN."""
+    if column.categories is None:
+        return values[:, None]
+    return np.where(np.isnan(values)[:, None], np.nan, values[:, None] == np.arange(column.width))
 
 
 def is_text(kind: Any) -> bool:
@@ -215,7 +298,7 @@ def clean_texts(cells: pa.ChunkedArray) -> pa.ChunkedArray:
     return pc.if_else(pc.is_in(trimmed, value_set=pa.array(MISSING)), pa.scalar(None, pa.string()), trimmed)
 
 
-def _read_cells(name: str, rows: Rows, known: Column | None = None) -> Cells:
+def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cells:
     """Return the cells of a column in the rows that are read; raise :class:`UsageError` if it cannot be an input."""
     kinds = [table.cells.schema.field(name).type for table in rows.tables]
     for table, kind in zip(rows.tables, kinds, strict=True):
@@ -226,19 +309,44 @@ def _read_cells(name: str, rows: Rows, known: Column | None = None) -> Cells:
                 f"{table.path}: column {name!r} holds {kind}, neither numbers nor text: leave it out ({{}})",
                 Ref(ignore_columns=name),
             )
-    cells = [table.cells.column(name) for table in rows.tables]
-    declared = any(map(pa.types.is_dictionary, kinds))
-    worded = declared or (known is not None and known.categories is not None)
-    texts, numbers = zip(*(_divide(each, whole=worded) for each in cells), strict=True)
-    if any(len(each) for each in texts):  # else no word is among them
-        texts, numbers = zip(*(_divide(each, whole=True) for each in cells), strict=True)
-    missing = pd.Series(None, range(len(rows.read)), object)
+    texts, declared = list(map(is_text, kinds)), any(map(pa.types.is_dictionary, kinds))
+    cells, wordy = rows.take(name), declared or (known is not None and known.categories is not None)
+    told: Any = {
+        "name": name, "declared": declared, "where": lambda some: rows.locate(rows.read[some]),
+        "typed": not all(text or pa.types.is_null(kind) for text, kind in zip(texts, kinds, strict=True)),
+    }  # fmt: skip
+    pairs = [] if wordy else list(zip(cells, rows.tables, strict=True))
+    plain = [values for some, table in pairs if (values := _read_plain(some, table.decimal)) is not None]
+    if len(plain) == len(cells):
+        return Cells(numbers=np.concatenate(plain), **told)
+    known_texts: dict[str, int] = {}
+    numbers, places, numerals = list[Numbers](), list[Ints](), list[Numerals]()
+    for some, table in zip(cells, rows.tables, strict=True):
+        number, distinct, place, numeral = _read_words(some, table.decimal)
+        shared = np.array([*(known_texts.setdefault(text, len(known_texts)) for text in distinct), -1])
+        numbers, places, numerals = [*numbers, number], [*places, shared[place]], [*numerals, numeral]
     return Cells(
-        name=name, numbers=np.concatenate(numbers)[rows.read], declared=declared,
-        texts=pd.concat(texts, ignore_index=True)[rows.read].reset_index(drop=True) if len(texts[0]) else missing,
-        typed=not all(is_text(kind) or pa.types.is_null(kind) for kind in kinds),
-        where=lambda some: rows.locate(rows.read[some]),
+        numbers=np.concatenate(numbers), place=np.concatenate(places), texts=list(known_texts), numerals=numerals,
+        **told,
     )  # fmt: skip
+
+
+def _merge_texts(seen: Cells, clients: NDArray[np.object_], known: Column | None) -> tuple[Cells, list[str]]:
+    """Return cells with one spelling for each category, that of ``known`` if it has it, and notices of the others."""
+    if known is not None and known.categories is not None:
+        stands = {text: match_name(text, known.categories) or text for text in seen.texts}
+        others = [f"{text!r} is read as {name!r}" for text, name in stands.items() if name != text]
+        notices = (
+            [f"column {seen.name!r} is spelled as in the data that it joins: {join_some(others)}"] if others else []
+        )
+    elif (len(seen.odd) or seen.declared) and len(seen.texts) <= 4 * MOST_CATEGORIES and group_alike(seen.texts):
+        held = {name: seen.list_texts(np.flatnonzero((clients == name) & (seen.place >= 0))) for name in set(clients)}
+        stands, notices = merge_names(held, f"categories of {seen.name!r}")
+    else:
+        return seen, []
+    texts = list(dict.fromkeys(stands.get(text, text) for text in seen.texts))
+    place = np.array([*(texts.index(stands.get(text, text)) for text in seen.texts), -1])[seen.place]
+    return replace(seen, texts=texts, place=place), notices
 
 
 def _is_number(kind: Any) -> bool:
@@ -246,55 +354,108 @@ def _is_number(kind: Any) -> bool:
     return any(test(kind) for test in tests)
 
 
-def _divide(cells: pa.ChunkedArray, *, whole: bool) -> tuple[pd.Series[str], NDArray[np.float64]]:
-    """Return cells as texts, none unless there are words or ``whole``, and as numbers, NaN for words."""
-    texts, kind = pd.Series([], dtype=object), cells.type
-    if is_text(kind):
-        clean = clean_texts(cells)
-        cells = pc.utf8_ltrim(clean, "+")
-        with suppress(pa.ArrowInvalid):
-            if not whole:
-                return texts, cells.cast(pa.float64()).to_numpy().astype(np.float64)
-        cells = pc.if_else(pc.match_substring_regex(cells, _NUMBER), cells, pa.scalar(None, pa.string()))
-        texts = clean.to_pandas().astype(object)
-    elif pa.types.is_boolean(kind):  # words, since they are numbers only among 0 and 1
-        texts = pc.cast(cells, pa.string()).to_pandas().astype(object)
-        cells = pa.chunked_array([pa.nulls(len(cells))])
-    elif whole:
-        texts = pd.Series(None, range(len(cells)), object)
-    return texts, cells.cast(pa.float64(), safe=False).to_numpy().astype(np.float64)
+def _read_plain(cells: pa.ChunkedArray, decimal: str) -> Numbers | None:
+    """Return cells as float64, NaN where they are missing; None if there are words, or signs that may mean others."""
+    if pa.types.is_boolean(cells.type):  # words, since they are numbers only among 0 and 1
+        return None
+    if not is_text(cells.type):
+        return _to_float64(cells)
+    if decimal in (",", "?") and pc.any(pc.match_substring_regex(cells, GROUPED)).as_py():
+        return None
+    with suppress(pa.ArrowInvalid):
+        return _to_float64(cells)
+    with suppress(pa.ArrowInvalid):  # slower
+        return _to_float64(clean_texts(cells))
+    return None
+
+
+def _to_float64(cells: pa.ChunkedArray) -> Numbers:
+    values: Numbers = cells.cast(pa.float64(), safe=False).to_numpy()
+    return values
+
+
+def _read_words(cells: pa.ChunkedArray, decimal: Any) -> tuple[Numbers, list[str], Ints, Numerals]:
+    """Return cells' numbers, NaN where there is none, distinct texts, each cell's place among them, and the rule."""
+    if not (is_text(cells.type) or pa.types.is_boolean(cells.type)):
+        return _to_float64(cells), [], np.full(len(cells), -1), Numerals({})
+    encoded = clean_texts(cells).combine_chunks().dictionary_encode()
+    distinct = list(map(clean_name, encoded.dictionary.to_pylist()))
+    numerals = read_numerals([text for text in distinct if text.lower() not in (*CODES, *TRUTHS)], decimal)
+    place = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.intp)
+    return np.array([*(numerals.numbers.get(t, np.nan) for t in distinct), np.nan])[place], distinct, place, numerals
 
 
 def infer_column(seen: Cells) -> tuple[Column, str]:
     """Return a column's encoding and a notice (may be empty); raise :class:`UsageError` if it cannot be encoded."""
+    _refuse_doubt(seen)
     name, numeric = seen.name, seen.typed or len(seen.truths) > 0 or not np.isnan(seen.numbers).all()
-    if not seen.categories or (not len(seen.odd) and numeric and not seen.declared):
-        codes = seen.texts[seen.words.isin(CODES)].drop_duplicates()
-        held = join_some(f"{code!r} ({seen.where([row])})" for row, code in codes.items())
-        notice = (
-            f"column {name!r} holds {held} among numbers, which counts as a missing value; leave the cells empty, or "
-            "write all values as words if it is a category"
-        )
-        return Column(name=name), notice if held else ""
-    first = int(seen.odd[0]) if len(seen.odd) else 0
-    odd, where = (seen.texts[first], f"{seen.where([first])}: ") if len(seen.odd) else (seen.categories[0], "")
+    if not seen.texts or (not len(seen.odd) and numeric and not seen.declared):
+        return Column(name=name, unit=_find_unit(seen)), _describe_numerals(seen)
+    odd = seen.list_texts(seen.odd) or list(seen.counts)
+    where, shown = f"{seen.where(seen.odd[:1])}: " if len(seen.odd) else "", ", ".join(map(repr, odd[:3]))
+    if are_dates({text: count for text, count in seen.counts.items() if text.lower() not in CODES}):
+        raise _refuse_dates(name, f"such as {', '.join(map(repr, list(seen.counts)[:3]))}")
     if seen.typed:
         raise UsageError(
-            f"{where}column {name!r} holds text such as {odd!r} here and numbers in another file: give it one type"
+            f"{where}column {name!r} holds text such as {shown} here and numbers in another file: give it one type"
         )
-    if all(_DATE.fullmatch(value) for value in seen.categories[: MOST_CATEGORIES + 1]):
-        raise _refuse_dates(name, f"such as {seen.categories[0]!r}")
-    if len(seen.categories) > MOST_CATEGORIES:
+    if len(seen.counts) > MOST_CATEGORIES:
         raise UsageError(
-            f"{where}column {name!r} holds text such as {odd!r} and more than {MOST_CATEGORIES} different values, so "
+            f"{where}column {name!r} holds text such as {shown} and more than {MOST_CATEGORIES} different values, so "
             "it is an identifier, free text, or numbers with a slip among them: correct it, or leave it out ({})",
             Ref(ignore_columns=name),
         )
-    notice = (
-        f"column {name!r} has numbers and text such as {odd!r} ({where[:-2]}): it is read as {len(seen.categories)} "
-        "categories; if the text is a slip or marks a missing value, correct it or leave the cell empty"
-    )
-    return Column(name=name, categories=tuple(seen.categories)), notice if numeric and not seen.declared else ""
+    column, doubtful = Column(name=name, categories=tuple(seen.counts)), list(filter(may_measure, seen.counts))
+    if seen.declared:
+        return column, ""
+    if numeric:
+        return column, (
+            f"column {name!r} has numbers and text such as {shown} ({where[:-2]}): it is read as {column.width} "
+            "categories; if the text is a slip or marks a missing value, correct it or leave the cell empty"
+        )
+    measured = 2 * sum(seen.counts[text] for text in doubtful) > sum(seen.counts.values())
+    return column, (
+        f"column {name!r} holds text such as {', '.join(map(repr, doubtful[:3]))}: it is read as {column.width} "
+        "categories; if they are measurements, write plain numbers"
+    ) if measured else ""  # fmt: skip
+
+
+def _describe_numerals(seen: Cells) -> str:
+    """Return a notice of texts among numbers, and of numbers that are not written as programs write them."""
+    first = {text: np.flatnonzero(seen.place == at)[:1] for at, text in enumerate(seen.texts) if text.lower() in CODES}
+    codes = join_some(f"{code!r} ({seen.where(row)})" for code, row in first.items())
+    read = {
+        text: number for each in seen.numerals for text, number in each.numbers.items()
+        if (not PLAIN.fullmatch(text) or number != float(text))
+        and (each.decimal != "," or not re.fullmatch(_COMMA, text))
+    }  # fmt: skip
+    pairs = join_some((f"{text!r} as {number:.15g}" for text, number in read.items()), shown=3)
+    return "; ".join(filter(None, [
+        f"column {seen.name!r} holds {codes} among numbers, which counts as a missing value; leave the cells empty, or "
+        "write all values as words if it is a category" if codes else "",
+        f"column {seen.name!r} holds numbers in other forms, read by one rule: {pairs}" if read else "",
+    ]))  # fmt: skip
+
+
+def _refuse_doubt(seen: Cells) -> None:
+    """Raise :class:`UsageError` if a column's texts may be two numbers each."""
+    for doubt in filter(None, (each.doubt for each in seen.numerals if not seen.declared)):
+        signed = list(dict.fromkeys([doubt, *(text for text in seen.counts if re.search("[.,]", text))]))
+        raise UsageError(
+            f"{seen.where(seen.find([doubt.lower()])[:1])}: column {seen.name!r} has numbers whose commas and points "
+            f"may mean two things, such as {', '.join(map(repr, signed[:3]))}: write all decimals in one way, and no "
+            "thousands separators"
+        )
+
+
+def _find_unit(seen: Cells) -> str:
+    """Return what all texts of a column have beside their numbers; refuse several units."""
+    units = {each.unit: next(iter(each.numbers)) for each in seen.numerals if each.numbers}
+    if len(units) > 1:
+        raise UsageError(
+            f"column {seen.name!r} holds {' and '.join(map(repr, units.values()))} in two files: give one unit in all"
+        )
+    return next(iter(units), "")
 
 
 def _refuse_dates(name: str, example: str) -> UsageError:
@@ -309,6 +470,7 @@ def match_column(column: Column, seen: Cells, other: str) -> Column:
     """Return ``column`` of ``other``, data or a model; raise :class:`UsageError` if the cells do not fit it."""
     have = f"column {column.name!r} holds"
     if column.categories is None:
+        _refuse_doubt(seen)
         if len(seen.truths) and column.holds == "numbers":
             raise UsageError(
                 f"{seen.where(seen.truths[:1])}: {have} True or False, but numbers other than 0 and 1 in {other}: "
@@ -316,14 +478,18 @@ def match_column(column: Column, seen: Cells, other: str) -> Column:
             )
         if len(seen.odd):
             raise UsageError(
-                f"{seen.where(seen.odd[:1])}: {have} text such as {seen.texts[seen.odd[0]]!r}, but numbers in {other}: "
-                "make it numbers, empty where there is none"
+                f"{seen.where(seen.odd[:1])}: {have} text such as {seen.list_texts(seen.odd)[0]!r}, but numbers in "
+                f"{other}: make it numbers, empty where there is none"
+            )
+        if (unit := _find_unit(seen)) not in ("", column.unit):
+            raise UsageError(
+                f"{have} numbers in {unit}, but in {column.unit or 'no unit'} in {other}: give the same unit"
             )
         return column
     listed = ", ".join(column.categories)
     if seen.typed:
         raise UsageError(f"{have} numbers, but text in {other}: give one of {listed}, as text")
-    if unknown := sorted(set(seen.categories).difference(column.categories)):
+    if unknown := [text for text in seen.counts if text not in column.categories]:
         raise UsageError(
             f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other}, are {listed}: call it one of "
             "them, or leave the cells empty"
@@ -331,15 +497,15 @@ def match_column(column: Column, seen: Cells, other: str) -> Column:
     return column
 
 
-def _describe_numbers(column: Column, x: NDArray[np.float32], seen: Cells) -> Column:
-    """Return ``column`` with what its features ``x [N, width]`` hold; refuse True and False beside other numbers."""
+def _describe_numbers(column: Column, values: Numbers, seen: Cells) -> Column:
+    """Return ``column`` with what its ``values [N]`` are; refuse True and False beside other numbers."""
     if column.categories is not None:
         return column
-    other = np.flatnonzero(~np.isnan(x[:, 0]) & (x[:, 0] != 0) & (x[:, 0] != 1))
+    other = np.flatnonzero(~np.isnan(values) & (values != 0) & (values != 1))
     if len(other) and (len(seen.truths) or column.holds == "True and False"):
         where = seen.where(seen.truths[:1]) if len(seen.truths) else "in the data that these rows join"
         raise UsageError(
-            f"column {column.name!r} holds True or False ({where}), which are 1 and 0, but {x[other[0], 0]:g} "
+            f"column {column.name!r} holds True or False ({where}), which are 1 and 0, but {values[other[0]]:g} "
             f"elsewhere ({seen.where(other[:1])}): give it one meaning at all clients, or leave it out"
         )
     return replace(column, holds="numbers" if len(other) else "True and False" if len(seen.truths) else "0 and 1")
@@ -349,23 +515,33 @@ def _describe_numbers(column: Column, x: NDArray[np.float32], seen: Cells) -> Co
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Rows:
+class TableRows:
     """The rows of all tables.
 
     Attributes:
         tables: The tables.
         roles: Text of each row in each column with a role, and its client (``""``).
-        read: Numbers of the rows of chosen clients.
+        read: Numbers of the rows of chosen clients, ascending.
         names: The chosen clients.
 
     """
 
     tables: Sequence[Table]
     roles: pd.DataFrame
-    read: NDArray[np.intp]
+    read: Ints
     names: Sequence[str]
 
-    def locate(self, rows: NDArray[np.intp]) -> str:
+    def take(self, name: str) -> list[pa.ChunkedArray]:
+        """Return the cells of a column in the rows that are read, of each table."""
+        starts = np.cumsum([0, *(len(table.cells) for table in self.tables)])
+        columns = [table.cells.column(name) for table in self.tables]
+        if len(self.read) == starts[-1]:
+            return columns
+        cuts = np.searchsorted(self.read, starts)
+        own = [self.read[first:last] - start for first, last, start in zip(cuts, cuts[1:], starts, strict=False)]
+        return [column.take(pa.array(rows)) for column, rows in zip(columns, own, strict=True)]
+
+    def locate(self, rows: Ints) -> str:
         """Return the file and row numbers (from 1) of ``rows``, in ascending order; only rows of the first file."""
         ends = np.cumsum([len(table.cells) for table in self.tables])
         place = int(np.searchsorted(ends, rows[0], side="right"))
@@ -373,18 +549,18 @@ class Rows:
         return f"{self.tables[place].path}, data row{'s' * (len(here) > 1)} {join_some(map(str, here))}"
 
 
-def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> Rows:
+def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> TableRows:
     """Return the rows; raise :class:`UsageError` for unknown clients, and for tables or roles without values."""
     for table in tables:
         if not len(table.cells):
             raise UsageError(f"{table.path} has names of columns but no row: give it data, or leave it out")
-    roles = pd.DataFrame({name: pd.concat([_to_texts(t.cells.column(name)) for t in tables], ignore_index=True)
+    roles = pd.DataFrame({name: pd.concat([_to_texts(table, name) for table in tables], ignore_index=True)
                           for name in reading.role_columns})  # fmt: skip
     column = reading.client_column
     names = [table.path.stem for table in tables]
     roles[""] = roles[column] if column else np.repeat(names, [len(table.cells) for table in tables])
     by_file = reading.domains is not None and not column  # then the files are those of the chosen clients, in order
-    known = sorted(roles[column].dropna().unique()) if column else names if by_file else sorted(names)
+    known = sort_names(roles[column].dropna().unique()) if column else names if by_file else sort_names(names)
     if (reading.task or CLASSIFICATION) == CLASSIFICATION and reading.target:
         labels = roles[reading.targets[0]].dropna().unique().tolist()
         if len(labels) > MOST_CLASSES:
@@ -397,7 +573,7 @@ def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> Rows:
             )
     chosen = known if by_file else choose_clients(known, reading)
     read = roles[""].isin(chosen).to_numpy()
-    made = Rows(tables=tables, roles=roles, read=np.flatnonzero(read), names=chosen)
+    made = TableRows(tables=tables, roles=roles, read=np.flatnonzero(read), names=chosen)
     for name in reading.role_columns:
         missing = roles[name].isna().to_numpy() & (read | (name == column))
         if missing.any():
@@ -406,12 +582,14 @@ def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> Rows:
     return made
 
 
-def _to_texts(cells: pa.ChunkedArray) -> pd.Series[str]:
-    """Return cells as texts, None where they are missing."""
-    texts: pd.Series[str] = (
-        (clean_texts(cells) if is_text(cells.type) else cells).to_pandas(integer_object_nulls=True).astype(object)
-    )
-    return texts if is_text(cells.type) else texts.where(texts.isna(), texts.map(str))
+def _to_texts(table: Table, name: str) -> pd.Series[str]:
+    """Return the cells of a column as texts, None where they are missing; numbers with decimal points."""
+    cells = table.cells.column(name)
+    if is_text(cells.type):
+        clean = clean_texts(cells)
+        cells = pc.replace_substring_regex(clean, _COMMA, r"\1.\2") if table.decimal == "," else clean
+    texts: pd.Series[str] = cells.to_pandas(integer_object_nulls=True).astype(object)
+    return texts.map({value: clean_name(str(value)) for value in texts.dropna().unique()})
 
 
 # Reading
@@ -444,7 +622,22 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
                 raise UsageError(f"{by_stem[file.stem]} and {file} are both of client {file.stem!r}: keep one")
         files = [by_stem[name] for name in choose_clients(by_stem, reading)] if reading.domains else files
     name = source.resolve().name if source.is_dir() else source.resolve().stem
-    return scan_tables(list(map(read_table, files)), name, reading)
+    unread = (
+        [file.name for file in sorted(source.iterdir()) if _may_hold_rows(file, reading)] if source.is_dir() else []
+    )
+    fault = f"{join_some(unread)} in {source} may hold rows, and is left out: write {', '.join(SUFFIXES)}"
+    return replace(scan_tables(list(map(read_table, files)), name, reading), faults=(fault,) if unread else ())
+
+
+def _may_hold_rows(file: Path, reading: ReadOptions) -> bool:
+    """Return whether a file, which is not read, may be a table: by its name, or a text by its line of names."""
+    if file.is_dir() or file.name[:1] in "._" or is_table(file):
+        return False
+    if file.suffix.lower() not in TEXTS:
+        return file.suffix.lower() in UNREAD
+    with _explain_errors(file), open_regular(file) as opened:
+        cells = re.split(r"[,;\t|]", opened.readline(1 << 16).decode("latin-1").replace('"', ""))
+    return len(cells) > 1 and {cell.strip() for cell in cells}.issuperset(reading.targets)
 
 
 def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Scan:
@@ -455,49 +648,48 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     rows = _find_rows(tables, reading)
     task = reading.task or CLASSIFICATION
     y, classes, class_names = _read_targets(rows, task, reading)
-    columns, parts, joined = [], [], reading.schema.name if reading.schema else ""
+    theirs = {column.name: column for column in reading.schema.columns} if reading.schema else {}
+    client = rows.roles[""].to_numpy()[rows.read]
+    columns, values, joined = [], [], reading.schema.name if reading.schema else ""
     for done, feature in enumerate(features, 1):
-        known = next((c for c in (reading.schema.columns if reading.schema else ()) if c.name == feature), None)
-        seen = _read_cells(feature, rows, known)
-        if known:
-            column, said = match_column(known, seen, f"{joined!r}, the data that it joins"), ""
+        seen, remarks = _merge_texts(_read_cells(feature, rows, theirs.get(feature)), client, theirs.get(feature))
+        if feature in theirs:
+            column, said = match_column(theirs[feature], seen, f"{joined!r}, the data that it joins"), ""
         else:
             column, said = infer_column(seen)
-        notices += [said] if said else []
-        parts.append(seen.encode(column))
-        columns.append(_describe_numbers(column, parts[-1], seen))
+        notices += [*remarks, *([said] if said else [])]
+        values.append(seen.read_values(column))
+        columns.append(_describe_numbers(column, values[-1], seen))
         if reading.progress:
             reading.progress("columns", done, len(features))
-    x = np.concatenate(parts, axis=1)
-    same = np.fmin.reduce(x) == np.fmax.reduce(x)
-    constant = [repr(column.name) for column, span in feature_slices(columns) if same[span].all()]
+    pairs = zip(columns, values, strict=True)
+    constant = [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]
     if constant:
         notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
-    client = rows.roles[""].to_numpy()[rows.read]
-    made = [_make_part(rows, y, x, name, np.flatnonzero(client == name), reading) for name in rows.names]
+    parts = [_make_part(rows, y, name, np.flatnonzero(client == name), reading) for name in rows.names]
     return Scan(
-        name=name, parts=tuple(made), task=task, classes=classes, class_names=class_names, notices=tuple(notices),
-        note=f"{{samples}} rows of {{clients}} clients, {len(columns)} columns", source=(rows, tuple(columns)),
+        name=name, parts=tuple(parts), task=task, classes=classes, class_names=class_names, notices=tuple(notices),
+        note=f"{{samples}} rows of {{clients}} clients, {len(columns)} columns", source=(rows, tuple(columns), values),
     )  # fmt: skip
 
 
 def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return the features of each client's rows, float32 ``[N, D]``, filled and scaled by its training rows."""
-    rows, columns = scan.source
-    scalings, filled, empty = [], list[str](), dict[str, list[str]]()
+    rows, columns, values = scan.source
+    made, filled, empty, coarse = [], list[str](), dict[str, list[str]](), dict[str, None]()
     for part in scan.parts:
-        x, here = part.source
+        here = part.source
+        x = np.concatenate([spread(own[here], column) for own, column in zip(values, columns, strict=True)], axis=1)
         if reading.missing == "refuse":
             _refuse_missing(part.client, x, columns)
-        digests = digest_each(x) if len(x) else np.empty((0, 2), np.uint64)
         train = np.flatnonzero(assign(part, ()) == SPLITS.index("train"))
-        count, without, scaling = prepare_rows(
+        made.append(prepare_rows(
             x, train, columns, scaled=reading.scaling == "client",
-            locate=lambda row, here=here: rows.locate(rows.read[here[row : row + 1]]),
-        )  # fmt: skip
-        scalings.append(replace(scaling, digests=digests))
-        filled += [f"{part.client} {count}"] if count else []
-        for name in without:
+            locate=partial(_locate_row, rows, here),
+        ))  # fmt: skip
+        filled += [f"{part.client} {made[-1].filled}"] if made[-1].filled else []
+        coarse |= dict.fromkeys(made[-1].coarse)
+        for name in made[-1].empty:
             empty.setdefault(name, []).append(part.client)
     notices = [
         f"column {column!r} has no value in the training rows of {join_some(map(repr, clients))}: it is 0 in all "
@@ -509,12 +701,21 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
             "missing values imputed from each client's own training rows (median, or most frequent category): "
             + join_some(filled)
         )
-    stores = [torch.from_numpy(part.source[0]) for part in scan.parts]
-    return Loaded(stores=stores, normalizations=scalings, columns=columns, notices=tuple(notices))
+    if coarse:
+        names = join_some(map(repr, coarse))
+        notices.append(f"most differences are lost, since the network's numbers have seven digits, in {names}")
+    return Loaded(
+        stores=[torch.from_numpy(prepared.x) for prepared in made], columns=columns, notices=tuple(notices),
+        normalizations=[prepared.scaling for prepared in made],
+    )  # fmt: skip
 
 
-def read_rows(path: Path, columns: Sequence[Column], other: str) -> NDArray[np.float32]:
-    """Return a table's rows as ``columns`` of ``other``, float32 ``[N, D]`` with NaN for missing values.
+def _locate_row(rows: TableRows, here: Ints, row: int) -> str:
+    return rows.locate(rows.read[here[row : row + 1]])
+
+
+def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
+    """Return a table's rows as ``columns`` of ``other``, float64 ``[N, D]`` with NaN for missing values.
 
     Further columns are ignored. Raises :class:`UsageError` for a table without one of the columns or without rows, and
     for cells that do not fit.
@@ -527,50 +728,80 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> NDArray[np.f
             f"is missing; its columns are {', '.join(table.names)}"
         )
     rows = _find_rows([table], ReadOptions())
-    cells = [(column, _read_cells(column.name, rows, column)) for column in columns]
-    return np.concatenate(
-        [seen.encode(match_column(column, seen, f"the model {other!r}")) for column, seen in cells], 1
-    )
+    features = []
+    for column in columns:
+        seen, _ = _merge_texts(_read_cells(column.name, rows, column), np.empty(0, object), column)
+        features.append(spread(seen.read_values(match_column(column, seen, f"the model {other!r}")), column))
+    return np.concatenate(features, axis=1)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PreparedRows:
+    """A client's rows as inputs.
+
+    Attributes:
+        x: Float32 ``[N, D]``.
+        filled: Number of values that were missing.
+        empty: Columns without a value in the training rows, which are 0.
+        coarse: Columns of which different values are one number in float32.
+        scaling: How each feature was prepared.
+
+    """
+
+    x: NDArray[np.float32]
+    filled: int
+    empty: list[str]
+    coarse: list[str]
+    scaling: FeatureScaling
 
 
 def prepare_rows(
-    x: NDArray[np.float32], train: Any, columns: Sequence[Column], *, scaled: bool = True,
-    locate: Any = "row {}".format,
-) -> tuple[int, list[str], FeatureScaling]:  # fmt: skip
-    """Fill and (if ``scaled``) scale one client's rows ``x [N, D]`` in place, by its training rows alone.
+    raw: NDArray[np.floating], train: Any, columns: Sequence[Column], *, scaled: bool = True,
+    locate: Callable[[int], str] = "row {}".format,
+) -> PreparedRows:  # fmt: skip
+    """Fill and (if ``scaled``) scale one client's rows ``raw [N, D]``, by its training rows alone.
 
     A missing number becomes the median, a text the most frequent category (the first in a tie), and a column without
-    values in the training rows 0 in all rows. Numbers are standardized (divided by N, as scikit-learn's StandardScaler;
-    a deviation of 0 becomes 1). ``locate``: function that names a row, for values far from all others of their column.
-    Returns the number of values filled, the columns that became 0, and how each feature was prepared.
+    values in the training rows 0 in all rows. Numbers are standardized in float64 (divided by N, as scikit-learn's
+    StandardScaler; a deviation of 0 becomes 1). ``locate``: function that names a row, for values far from all others
+    of their column.
     """
-    fill, mean, std = np.zeros(x.shape[1]), np.zeros(x.shape[1]), np.ones(x.shape[1])
-    filled, empty, far = 0, list[str](), list[str]()
+    x, fill, mean, std = np.empty(raw.shape, np.float32), *np.zeros((2, raw.shape[1])), np.ones(raw.shape[1])
+    filled, empty, far, coarse = 0, list[str](), list[str](), list[str]()
     for column, span in feature_slices(columns):
-        part = x[:, span]
-        absent = np.isnan(part[:, 0])
-        known = part[train][~absent[train]]
+        values = raw[:, span]
+        absent = np.isnan(values[:, 0])
+        known = values[train][~absent[train]]
         if column.categories is None:
-            far += [f"{column.name!r} {text[:-1]}, {locate(row)})" for text, row in find_outlying(part[:, 0])]
+            far += [f"{column.name!r} {text[:-1]}, {locate(row)})" for text, row in find_outlying(values[:, 0])]
         if not len(known):
-            part[:], std[span] = 0, np.inf
+            x[:, span], std[span] = 0, np.inf
             empty.append(column.name)
             continue
         often = np.arange(column.width) == known.sum(axis=0, dtype=np.float64).argmax()
         fill[span] = np.median(known) if column.categories is None else often
-        part[absent] = fill[span]
+        values = np.where(absent[:, None], fill[span], values)
         filled += int(absent.sum())
         if scaled and column.categories is None:
-            values = part[:, 0].astype(np.float64)
-            own = values[train] - values[0]  # exactly 0 if all are equal
-            mean[span], std[span] = values[0] + own.mean(), own.std() or 1
-            part[:, 0] = (values - mean[span]) / std[span]
-    return filled, empty, FeatureScaling(fill=fill, mean=mean, std=std, far=tuple(far))
+            own = values[train, 0] - values[0, 0]  # exactly 0 if all are equal
+            mean[span], std[span] = values[0, 0] + own.mean(), own.std() or 1
+            values = (values - mean[span]) / std[span]
+        x[:, span] = values
+        coarse += [column.name] if _loses_digits(values[:, 0], x[:, span][:, 0]) else []
+    digests = digest_each(np.ascontiguousarray(raw)) if len(raw) else np.empty((0, 2), np.uint64)
+    scaling = FeatureScaling(fill=fill, mean=mean, std=std, far=tuple(far), digests=digests)
+    return PreparedRows(x=x, filled=filled, empty=empty, coarse=coarse, scaling=scaling)
 
 
-def _make_part(
-    rows: Rows, y: torch.Tensor, x: NDArray[np.float32], client: str, here: NDArray[np.intp], reading: ReadOptions
-) -> Part:
+def _loses_digits(values: NDArray[np.floating], rounded: NDArray[np.float32]) -> bool:
+    """Return whether half of the different ``values [N]`` are one with another in float32."""
+    low, high = np.quantile(values, [0.25, 0.75]) if len(values) else (0, 0)
+    if high - low > 1e4 * np.spacing(np.abs(rounded).max(initial=0)):
+        return False
+    return 2 * len(np.unique(rounded)) < len(np.unique(values)) + 1
+
+
+def _make_part(rows: TableRows, y: torch.Tensor, client: str, here: Ints, reading: ReadOptions) -> Part:
     """Return the rows of one client, whose numbers among those that are read are ``here``."""
     own, group = rows.roles.iloc[rows.read[here]], np.empty(0, np.str_)
     if reading.groups:
@@ -587,11 +818,11 @@ def _make_part(
         side = told.to_numpy().astype(np.int8)
     return Part(
         client=client, where=f"client {client!r}", y=y[torch.from_numpy(here)], side=side, rows=np.arange(len(here)),
-        group=group, source=(x[here], here),
+        group=group, source=here,
     )  # fmt: skip
 
 
-def _refuse_missing(client: str, x: NDArray[np.float32], columns: Sequence[Column]) -> None:
+def _refuse_missing(client: str, x: Numbers, columns: Sequence[Column]) -> None:
     for column, span in feature_slices(columns):
         missing = int(np.isnan(x[:, span.start]).sum())
         if missing:
@@ -637,6 +868,8 @@ def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOpt
                 f"{tables[0].path} has no column {name!r} of {reading.schema.name!r}, the data that it joins: "
                 f"rename a column; columns are {', '.join(names)}"
             )
+        if len(names) == 1:
+            raise UsageError(f"{tables[0].path} has one column, {names[0]!r}: separate columns by commas or tabs")
         if name not in names:
             raise unknown_name("column", name, names)
         if count > 1:
@@ -647,17 +880,39 @@ def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOpt
         for table in tables:
             if pa.types.is_nested(kind := table.cells.schema.field(name).type):
                 raise UsageError(f"{table.path}: column {name!r} holds {kind}: give it one value a row")
-    notices: list[str] = [
-        Information(f"{table.path}: semicolons separate its columns, and a comma in a number is its decimal point")
-        for table in tables
-        if table.commas
-    ]
-    if reading.split_column is None and "split" in names and "split" not in (*roles, *reading.ignored):
-        values = pd.concat([_to_texts(table.cells.column("split")) for table in tables]).dropna().str.lower()
-        if len(values) and values.isin(list(SIDES)).all():
-            notices.append(Information("column 'split' assigns rows to training, validation and testing"))
-            reading = replace(reading, split_column="split")
+    notices = [notice for table in tables for notice in table.notices]
+    free = [name for name in names if name not in (*roles, *reading.ignored)] if reading.split_column is None else []
+    for name, values in ((name, _find_split(name, tables)) for name in free):
+        if values and name.strip().lower() == "split" and reading.split_column is None and SIDES.keys() >= values:
+            notices.append(Information(f"column {name!r} assigns rows to training, validation and testing"))
+            reading = replace(reading, split_column=name)
+        elif values is not None:
+            notices.append(
+                f"column {name!r} is an input, and assigns no rows to training and testing: split_column does"
+            )
     return reading, notices
+
+
+def _find_split(name: str, tables: Sequence[Table]) -> set[str] | None:
+    """Return the values, in lower case, of a column that is called split or whose values all are words for a split.
+
+    Raises :class:`UsageError` if a column that is called split has other values besides these words.
+    """
+    columns, called = [table.cells.column(name) for table in tables], name.strip().lower() == "split"
+    if not all(is_text(column.type) for column in columns):
+        return set() if called else None
+    first = next((str(cell).strip().lower() for cell in columns[0][:100] if cell.is_valid), "")
+    if not called and first not in SIDES:
+        return None
+    values = {value.lower() for column in columns for value in clean_texts(column).unique().to_pylist() if value}
+    sides = {SIDES.get(value) for value in values}
+    if called and sides > {0, None}:
+        raise UsageError(
+            f"column {name!r} holds {', '.join(map(repr, sorted(values)[:3]))}: the split of rows is one of "
+            f"{', '.join(SIDES)}; write these, rename the column, or leave it out ({{}})",
+            Ref(ignore_columns=name),
+        )
+    return values if called or (None not in sides and sides >= {0, 2}) else None
 
 
 def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
@@ -691,7 +946,7 @@ def _choose_features(table: Table, reading: ReadOptions) -> list[str]:
 # Targets
 
 
-def _read_targets(rows: Rows, task: Task, reading: ReadOptions) -> tuple[torch.Tensor, int, tuple[str, ...]]:
+def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[torch.Tensor, int, tuple[str, ...]]:
     """Return the target of each row that is read, the number of classes, labels or targets, and their names."""
     if isinstance(task, Classification):
         (target,) = reading.targets
@@ -706,24 +961,20 @@ def _read_targets(rows: Rows, task: Task, reading: ReadOptions) -> tuple[torch.T
         return torch.from_numpy(np.array(texts.iloc[rows.read].map(label), np.int64)), classes, names
     read = []
     for name in reading.targets:
-        texts = rows.roles[name].iloc[rows.read]
-        known = {}
-        for value in texts.unique():
-            try:
-                known[value] = float(TRUTHS.get(value.lower(), value))
-            except ValueError as error:
-                raise UsageError(
-                    f"target {name!r} is {value!r} in some rows, no number, which {task} needs: correct it, or name "
-                    "another column ({})",
-                    Ref("target"),
-                ) from error
-        read.append(texts.map(known).to_numpy(np.float64))
+        seen = _read_cells(name, rows)
+        if len(words := np.union1d(seen.odd, seen.find(CODES))):
+            raise UsageError(
+                f"target {name!r} is {seen.list_texts(words)[0]!r} in some rows, no number, which {task} needs: "
+                "correct it, or name another column ({})",
+                Ref("target"),
+            )
+        read.append(seen.read_values(Column(name=name)))
     y = task.read_targets(np.stack(read, axis=1), (), "the table")
     outputs = task.count_outputs([y])
     return y, outputs, tuple(reading.targets)[-outputs:]
 
 
-def _refuse_codes(rows: Rows, target: str, values: Sequence[str]) -> None:
+def _refuse_codes(rows: TableRows, target: str, values: Sequence[str]) -> None:
     """Refuse labels that are numbers except for a code for a missing value, which would be a class."""
     codes = [value for value in values if value.lower() in CODES]
     rest = [value for value in values if value.lower() not in CODES]
@@ -737,12 +988,7 @@ def _refuse_codes(rows: Rows, target: str, values: Sequence[str]) -> None:
 
 def _to_number(value: str) -> int | float | None:
     """Return the number in a text, exactly if it is an integer; None if it is none."""
-    for kind in (int, float):
-        try:
-            return kind(value)
-        except ValueError:
-            pass
-    return None
+    return int(value) if re.fullmatch("[+-]?[0-9]+", value) else float(value) if PLAIN.fullmatch(value) else None
 
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:

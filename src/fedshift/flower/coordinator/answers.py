@@ -112,7 +112,7 @@ class RowReader:
         if moment != "loaded" and row["model"] != "personal":
             raise RefusedMessage(f"it measured the {row['model']} model, but {moment} models are personal")
         size, counts = sizes[row["split"]], {key: value for key, value in row.items() if key not in PLACE}
-        if row["samples"] != size or not self.task.may_have(counts):
+        if row["samples"] != size or not self.task.plausible(counts):
             raise RefusedMessage(f"its counts are impossible for its {size} samples: {counts}")
 
 

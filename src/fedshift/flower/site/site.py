@@ -26,12 +26,12 @@ from ...config.seeds import parse_seeds
 from ...config.spec import CompareSpec, DataSpec, RunSpec
 from ...core.states import ClientState
 from ...data.agreement import name_scales
+from ...data.checks.quality import check_data
 from ...data.copies import count_copies
 from ...data.federation import Federation, count_labels, encode_targets
 from ...data.joining import match_labels
 from ...data.schema import Layout
 from ...data.sources import SCALES, prepare_clients
-from ...diagnosis.quality import check_data
 from ...engines.engine import Diverged
 from ...experiments.factory import make_methods, make_settings, name_model, resolve_model
 from ...experiments.initial_weights import as_initial_weights
@@ -190,7 +190,7 @@ class Site:
             "measures": [name for name in SPLITS if samples.get(name, 0) >= least],
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
             "values": {name: values[name] for name in values if name in samples},
-            "inputs": list(map(asdict, data.inputs)),
+            "inputs": list(map(asdict, data.inputs)), "files": client.decoding.kind, "window": client.decoding.window,
         }  # fmt: skip
         self._described = data.fingerprint
         does = f"{VALIDATES}, on {samples['test']} test samples"

@@ -9,7 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ..utils.words import join_some
+from ...utils.words import join_some
 from .survey import SplitSurvey
 
 Severity = Literal["error", "warning", "note"]
@@ -18,17 +18,9 @@ EXAMPLES = 3
 """Number of examples that a finding shows."""
 FAULTS: Mapping[str, tuple[Severity, str]] = {
     "left-out": ("error", "Repair, convert or remove them: no result includes files that are skipped."),
-    "empty": ("error", "Give every client samples in each split, or leave the client out."),
-    "label-range": ("error", "Correct them, or give the number of classes (--classes)."),
     "not-finite": ("error", "Fill them in from the client's own training data, or remove them."),
     "unread": ("error", "A run would end when it reads this file."),
-    "grids": (
-        "warning",
-        "Resample all, as --spacing median does, or train on the voxels as they are if sites are meant to differ so.",
-    ),
     "blank": ("warning", "Check whether their files are broken, and remove them if so."),
-    "shapes": ("error", "Give all clients the same features, or images with the same number of channels."),
-    "types": ("error", "Give all splits of all clients in one type and one scale."),
     "ranges": ("warning", "Check whether all use the same scale: black may be 0 in some and -1 in others."),
     "leakage": (
         "error",
@@ -89,7 +81,6 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
     "target-units": ("warning", "Check whether all clients use one unit: clients share one scale of targets."),
     "constant-target": ("warning", "Check whether this client measures it; nothing can be learned from it there."),
     "numbering": ("warning", "Check whether all clients number classes from the same one."),
-    "targets": ("error", "Correct the targets, or remove the samples."),
     "empty-mask": ("note", "No action is needed if there is nothing to segment; otherwise correct the masks."),
     "swapped-masks": (
         "warning",
@@ -97,17 +88,10 @@ FAULTS: Mapping[str, tuple[Severity, str]] = {
         "number them as the others do.",
     ),
     "class-names": ("error", "Spell labels the same way everywhere: different spellings are different classes."),
-    "category-names": (
-        "warning",
-        "Spell categories the same way everywhere: different spellings are different features.",
-    ),
+    "category-names": ("warning", "Spell them the same way everywhere: different spellings are different features."),
     "absent-class": ("note", "Give the number of classes if there are fewer (--classes)."),
     "unlearned-class": ("warning", "Add samples of these classes to training data, or remove them from the test data."),
     "untrained-class": ("warning", "Split each client's samples within each class, unless this is how they arise."),
-    "single-class": (
-        "warning",
-        "Training refuses such clients: leave them out, or allow them (--allow-single-class).",
-    ),
     "missing-class": (
         "note",
         "No action is needed: clients may have different classes. A personal model learns little about missing ones.",
@@ -146,7 +130,7 @@ class SampleLocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class QualityFinding:
+class Finding:
     """One fault: ``text`` is a sentence on what is wrong and where, and ``fix`` on what to do about it.
 
     ``kind`` is a key of :data:`FAULTS`; ``clients`` are all affected clients; ``samples`` is the number of affected
@@ -165,25 +149,23 @@ class QualityFinding:
 
 def make_finding(
     kind: str, text: str, clients: Iterable[SplitSurvey | str] = (), *, severity: Severity | None = None, **more: Any
-) -> QualityFinding:
+) -> Finding:
     """Return a finding with the severity and the fix of its kind; ``clients`` may be splits and contain duplicates."""
     usual, fix = FAULTS[kind]
     names = (each if isinstance(each, str) else each.client for each in clients)
     fields = {"fix": fix, "severity": severity or usual, "clients": tuple(dict.fromkeys(names)), **more}
-    return QualityFinding(kind=kind, text=text, **fields)
+    return Finding(kind=kind, text=text, **fields)
 
 
 def list_places(
     kind: str, what: str, places: Mapping[Any, str], separator: str = ", ", **more: Any
-) -> Iterator[QualityFinding]:
+) -> Iterator[Finding]:
     """Yield a finding that lists these splits or clients with their texts; nothing if there are none."""
     if places:
         yield make_finding(kind, f"{what}: {join_some(places.values(), separator)}.", places, **more)
 
 
-def list_rows(
-    kind: str, what: str, rows: Mapping[SplitSurvey, Sequence[int] | NDArray[np.int64]]
-) -> Iterator[QualityFinding]:
+def list_rows(kind: str, what: str, rows: Mapping[SplitSurvey, Sequence[int] | NDArray[np.int64]]) -> Iterator[Finding]:
     """Yield a finding that counts these rows of each split, the first row as an example; nothing without rows."""
     rows = {part: some for part, some in rows.items() if len(some)}
     examples = tuple((locate_sample(part, int(some[0])),) for part, some in rows.items())

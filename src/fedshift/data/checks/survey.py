@@ -17,13 +17,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.federation import Federation
-from ..data.preparation import FeatureScaling
-from ..data.samples import Samples, digest_each
-from ..data.stores import LazyStore
-from ..utils.errors import FedshiftError
+from ...utils.errors import FedshiftError
+from ..federation import Federation
+from ..preparation import FeatureScaling
+from ..samples import Samples, digest_each
+from ..stores import LazyStore
 
-CHUNK = 2**21
+NUMBERS_AT_ONCE = 2**21
 """Numbers read at a time."""
 
 Floats = NDArray[np.float64]
@@ -111,7 +111,7 @@ def _read_pieces(
 
     A row that cannot be read comes alone, without samples, and ``unread`` then has the reason.
     """
-    step = 1 if split.patches else max(1, CHUNK // max(1, math.prod(split.shape)))
+    step = 1 if split.patches else max(1, NUMBERS_AT_ONCE // max(1, math.prod(split.shape)))
     for start in range(0, len(split), step):
         try:
             yield start, *_read_piece(split, start, step)

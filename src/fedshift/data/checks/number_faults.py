@@ -7,14 +7,14 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from ..data.columns import feature_slices
-from ..data.far_values import OWN_SCALE, judge_clients
-from ..data.federation import ClientData, Federation
-from ..data.preparation import FeatureScaling
-from ..data.usual_values import LEAST, find_outlying
-from ..tasks import Regression, Survival
-from ..utils.words import join_some
-from .findings import QualityFinding, list_places, make_finding
+from ...tasks import Regression, Survival
+from ...utils.words import join_some
+from ..columns import feature_slices
+from ..far_values import OWN_SCALE, judge_clients
+from ..federation import ClientData, Federation
+from ..preparation import FeatureScaling
+from ..usual_values import LEAST, find_outlying
+from .findings import Finding, list_places, make_finding
 from .survey import SplitSurvey
 
 Bools = NDArray[np.bool_]
@@ -54,7 +54,15 @@ def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[Spl
     return parts if len({len(part.low) for part in parts}) == 1 else []
 
 
-def judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
+def judge_features(data: Federation, surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[Finding]:
+    """Find features that are constant, large, or measured in different units, of which the first sign is enough."""
+    scales = list(judge_scale(surveys, names))
+    yield from (*judge_constant(surveys, names), *scales)
+    if not any(each.kind == "units" for each in scales):
+        yield from judge_units(data, surveys)
+
+
+def judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[Finding]:
     """Find features that are constant in the training data."""
     parts = _comparable_splits(surveys, 2)
     if not parts:
@@ -74,7 +82,7 @@ def judge_constant(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iter
     yield from list_places("constant-at-client", what, places, "; ", severity=severity)
 
 
-def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[QualityFinding]:
+def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[Finding]:
     """Find floating-point features that are large, or that clients seem to measure in different units."""
     floats = [part for part in surveys if part.dtype.startswith("float") and part.whole]
     large = {}
@@ -104,7 +112,7 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
         )
 
 
-def judge_units(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[QualityFinding]:
+def judge_units(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[Finding]:
     """Find clients whose values are far from all others', as in another unit or on another scale."""
     found = judge_clients(data, {part.client: (part.mean, part.std) for part in _comparable_splits(surveys, LEAST)})
     scaled = [client for client in data.clients if client.train.normalization.find_usual(data.columns)]
@@ -113,7 +121,7 @@ def judge_units(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[Qu
     yield from list_places("apart", "Values far from all other clients'", places, "; ", **fix)
 
 
-def judge_row_numbers(data: Federation) -> Iterator[QualityFinding]:
+def judge_row_numbers(data: Federation) -> Iterator[Finding]:
     """Find columns of a table that number its rows: whole numbers without repeats and with few gaps."""
     if not data.columns or data.inputs:
         return
@@ -150,7 +158,7 @@ def _numbers_rows(clients: Sequence[Floats]) -> bool:
     )
 
 
-def judge_numbers(data: Federation) -> Iterator[QualityFinding]:
+def judge_numbers(data: Federation) -> Iterator[Finding]:
     """Find numbers of tables and numeric targets that are far from all others at their client, and targets' units."""
     targets = {client.name: dict(list_targets(data, client)) for client in data.clients}
     far: dict[str, str] = {}

@@ -15,12 +15,12 @@ import numpy as np
 import pandas as pd
 from numpy.typing import NDArray
 
-from ..data.columns import feature_slices
-from ..data.federation import Federation
-from ..data.usual_values import LEAST
-from ..tasks import Classification, Regression, Survival
-from ..utils.words import join_some
-from .findings import QualityFinding, make_finding
+from ...tasks import Classification, Regression, Survival
+from ...utils.words import join_some
+from ..columns import feature_slices
+from ..federation import Federation
+from ..usual_values import LEAST
+from .findings import Finding, make_finding
 from .number_faults import list_targets
 
 Floats = NDArray[np.float64]
@@ -47,7 +47,7 @@ class _Tally(NamedTuple):
     ranks: Mapping[str, float] = MappingProxyType({})
 
 
-def judge_leaks(data: Federation) -> Iterator[QualityFinding]:
+def judge_leaks(data: Federation) -> Iterator[Finding]:
     """Find columns of a table that alone determine the class, or a numeric target, at every client that has several."""
     if not data.columns or data.inputs or not isinstance(data.task, Classification | Regression | Survival):
         return

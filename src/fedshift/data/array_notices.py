@@ -1,0 +1,140 @@
+"""Notices of arrays that networks can hardly learn from, or that may be meant otherwise.
+
+Arrays are prepared by their owner: floats reach a network unchanged, in 32 bits, and 8-bit pixels scaled. Where their
+owner can hardly mean that, there is a notice before any work. Values are judged on some samples of each array, evenly
+spaced; of a dataset whose items are decoded on demand, on the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from math import prod
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ..utils.errors import FedshiftError
+from .stores import DatasetStore, LazyStore, read_rows
+
+LOOKED_AT = 1000
+"""Number of samples of an array to judge it by; of one that is not in memory, its ``probed``."""
+ROUNDED = 0.01
+"""Least rounding to 32 bits for a notice, as a share of a feature's standard deviation."""
+CONSTANT = 1e-12
+"""Standard deviation of a constant feature at most, as a share of its largest magnitude, due to rounding."""
+UNSCALED = 10.0
+"""Least root mean square of images of floats for a notice that they are not scaled."""
+APART = 50.0
+"""Least ratio of the root mean squares of two clients' images for a notice."""
+DARK = 16
+"""Largest value of 8-bit pixels, at all clients, for a notice that 255 is white."""
+VECTOR_OF_PIXELS = 64
+"""Vectors of at least this many whole numbers 0..255 are taken for pixels."""
+SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
+"""Notice of floats that are not images, although they have as many axes as gray images."""
+IMAGES = "samples of shape {} x {} are gray images; give signals of {} channels as [N, {}, {}]"
+"""Notice of floats that are gray images, and might be signals whose channels are the last axis."""
+CHANNELS = "samples {} have {} channels, in front, and sides of {}; give images with channels last as [N, C, H, W] too"
+"""Notice of images whose channels might be the last axis."""
+
+
+def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) -> list[str]:
+    """Return notices of arrays ``[N, ...]`` of training samples, by their names in messages.
+
+    ``several``: their rows are several inputs of a network.
+    """
+    if all(store.dtype == torch.int64 for store in stores.values()):
+        return []
+    some = {where: _take_some(store) for where, store in stores.items()}
+    some = {where: x for where, x in some.items() if len(x) and x.isfinite().all()}  # others are refused
+    if several:
+        return list(_describe_rounding(some))
+    images = {where: x for where, x in some.items() if _holds_images(x)}
+    floats = {where: x for where, x in images.items() if stores[where].is_floating_point()}
+    pixels = {where: stores[where] for where in images if stores[where].dtype == torch.uint8}
+    return [
+        *_describe_shape(stores),
+        *_describe_rounding(some),
+        *_describe_scale(floats),
+        *_describe_dark(pixels, some),
+    ]
+
+
+def _take_some(store: Tensor | LazyStore) -> Tensor:
+    """Return some samples in float64; none if they cannot be read, which a check reports."""
+    if isinstance(store, DatasetStore):
+        return store.sample.double()
+    count = store.probed if isinstance(store, LazyStore) else LOOKED_AT
+    rows = np.unique(np.linspace(0, len(store) - 1, min(count, len(store))).astype(np.int64))
+    try:
+        return read_rows(store, torch.from_numpy(rows)).double()
+    except FedshiftError:
+        return torch.empty(0)
+
+
+def _holds_images(x: Tensor) -> bool:
+    """Return whether samples are images or volumes, or long vectors of gray levels."""
+    levels = x.ndim == 2 and x.shape[1] >= VECTOR_OF_PIXELS and bool((x == x.round()).all())
+    return x.ndim > 3 or (levels and x.min() >= 0 and 1 < x.max() <= 255)
+
+
+def _describe_rounding(some: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a notice of the first array with a feature or channel that loses its digits in 32 bits."""
+    found = {where: said for where, x in some.items() if (said := _name_rounded(x))}
+    for where, said in list(found.items())[:1]:
+        more = f" (and in {len(found) - 1} more arrays)" if len(found) > 1 else ""
+        yield f"{where}: {said}{more}: subtract an offset and standardize it beforehand, or compute in float64"
+
+
+def _name_rounded(x: Tensor) -> str:
+    """Return a sentence on the feature or channel of ``x [n, ...]`` that loses most in 32 bits; empty if none does."""
+    x_FN = x.flatten(2).transpose(0, 1).flatten(1) if x.ndim > 2 else x.T
+    error_F, spread_F = (x_FN - x_FN.float().double()).abs().amax(1), x_FN.std(1, correction=0)
+    share_F = torch.where(spread_F > CONSTANT * x_FN.abs().amax(1), error_F / spread_F, 0)
+    at = int(share_F.argmax())
+    if not share_F[at] > ROUNDED:
+        return ""
+    shown = ", ".join(f"{value:.15g}" for value in x_FN[at, :3].tolist())
+    return (
+        f"feature {at} ({shown}, ...) varies by {spread_F[at]:.2g} (standard deviation), and floats of 32 bits, in "
+        f"which networks compute, round it by up to {error_F[at]:.2g}"
+    )
+
+
+def _describe_scale(images: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a notice of images of floats that are large, or much larger in one array than in another."""
+    size = {where: float(x.square().mean().sqrt()) for where, x in images.items()}
+    if not size:
+        return
+    least, most = (choose(size, key=size.__getitem__) for choose in (min, max))
+    ranges = {where: f"{where}: {images[where].min():g} to {images[where].max():g}" for where in (least, most)}
+    if size[most] > APART * size[least] > 0:
+        yield f"images of floats have other scales, {ranges[least]}, but {ranges[most]}: divide all by the same number"
+    elif size[most] > UNSCALED:
+        yield (
+            f"images of floats reach the network unscaled, {ranges[most]}: divide them, or give uint8 from 0 to 255, "
+            "which is scaled"
+        )
+
+
+def _describe_dark(pixels: Mapping[str, Tensor | LazyStore], some: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a notice of 8-bit pixels that are all small."""
+    high = max((int(some[where].max()) for where in pixels), default=0)
+    if 0 < high <= DARK and all(not isinstance(store, Tensor) or store.max() <= DARK for store in pixels.values()):
+        yield (
+            f"8-bit pixels are 0 to {high} at all clients, and 0 to 255 is scaled to -1 to 1: multiply them by "
+            f"{255 // high} if {high} is white, or give Booleans"
+        )
+
+
+def _describe_shape(stores: Mapping[str, Tensor | LazyStore]) -> Iterator[str]:
+    """Yield a notice of the first array's axes if they may be meant otherwise."""
+    first = next(iter(stores.values()))
+    shape, floats = tuple(first.shape[1:]), first.is_floating_point()
+    if floats and len(shape) == 2 and shape[0] > 1:
+        yield SIGNALS.format(*shape, shape[0])
+    if floats and len(shape) == 3 and shape[0] == 1 and shape[1] >= 2 * shape[2]:
+        yield IMAGES.format(*shape[1:], shape[2], *shape[:0:-1])
+    elif len(shape) > 2 and shape[0] in (1, 3) and shape[-1] in (1, 3) and prod(shape) > shape[-1]:
+        yield CHANNELS.format(*(" x ".join(map(str, part)) for part in (shape, shape[:1], shape[1:])))
