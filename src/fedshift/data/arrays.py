@@ -38,8 +38,8 @@ class LazyDataset:
         dataset: A torch dataset of pairs (input, target) or of dictionaries with both, or a HuggingFace dataset.
         targets: Targets of all items; None: the dataset's ``targets``, or else found by decoding every item once.
         workers: Number of processes that decode a batch together; fewer than 2: no extra processes.
-        cache_bytes: Size in bytes of a cache of the most recently used decoded items. With a cache, random transforms
-            draw only once for each item.
+        cache_bytes: Size in bytes of a cache of the first decoded items. With a cache, random transforms draw only once
+            for each item.
 
     """
 
