@@ -146,6 +146,20 @@ def test_what_is_no_array_of_numbers_is_refused_with_values(x, y, said):
         load(x, y)
 
 
+@pytest.mark.parametrize("x", [X.astype(">f8"), X.tolist(), torch.tensor(X, requires_grad=True), np.asfortranarray(X)])
+def test_a_model_takes_the_arrays_that_training_takes(x):
+    stored, single = load(X).schema.preparation.store(x)
+    assert (stored.tolist(), single) == (X.tolist(), False)
+
+
+@pytest.mark.parametrize("x", [csr_matrix(X), 1e39 * X, X.astype(object), np.ma.masked_less(X, -1)])
+def test_a_model_refuses_the_arrays_that_training_refuses(x):
+    with pytest.raises(UsageError) as refused:
+        load(X).schema.preparation.store(x)
+    with pytest.raises(UsageError, match=re.escape(str(refused.value).removeprefix("samples: ").split(",")[0][:30])):
+        load(x)
+
+
 def write(folder, kind, **arrays):
     for name in "ab":
         place = folder / name
