@@ -137,6 +137,7 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
         (X, np.eye(2)[Y], r"of one-hot labels, y.argmax\(axis=1\)"),
         (X, 2 * Y - 1, "label -1 is out of range"),
         (np.array(3.0), Y, r"samples of shape \(\)"),
+        (np.zeros((12, 0)), Y, r"samples of shape \(12, 0\) and labels"),
         (PIXELS + 1, Y, "integer pixels from 1 to 256; they must lie in 0..255"),
         ({"row": 1e39 * X, "more": X}, Y, "input 'row': sample 0.* beyond 3.4e"),
     ],

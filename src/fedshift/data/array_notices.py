@@ -47,7 +47,7 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
     if all(store.dtype == torch.int64 for store in stores.values()):
         return []
     some = {where: _take_some(store) for where, store in stores.items()}
-    some = {where: x for where, x in some.items() if len(x) and x.isfinite().all()}  # others are refused
+    some = {where: x for where, x in some.items() if x.numel() and x.isfinite().all()}  # others are refused
     if several:
         return list(_describe_rounding(some))
     images = {where: x for where, x in some.items() if _holds_images(x)}
