@@ -22,7 +22,7 @@ from fedshift.config.expressions import list_catalog
 from fedshift.config.spec import CompareSpec
 from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.decoding import dicom
-from fedshift.data.decoding import volumes as volume_decoding
+from fedshift.data.decoding import ranges
 from fedshift.data.digits import digits
 from fedshift.data.files import image_store, volumes
 from fedshift.data.sources import SPLITS
@@ -292,7 +292,7 @@ def list_stated_numbers():
     """Sentences of pages around the numbers of the code: ``(page, sentence)``."""
     defaults = {field.name: field.default for field in fields(CompareSpec)}
     served = {name: each.default for name, each in inspect.signature(deployment.serve).parameters.items()}
-    low, high = volume_decoding.PERCENTILES
+    low, high = ranges.PERCENTILES
     return [
         ("README.md", f"[{len(list_catalog('methods'))} methods]"),
         ("README.md", f"[{WORDS[len(list_catalog('data.datasets'))]} data sets]"),
@@ -305,6 +305,8 @@ def list_stated_numbers():
         ("docs/data.md", f"The cache is limited to {image_store.LIMIT:g} GB"),
         ("docs/medical-images.md", f"(the {volumes.KEPT / 2**20:.0f} MB used most recently are kept)"),
         ("docs/medical-images.md", f"its {low}th and {high}th percentiles become -1 and 1"),
+        ("docs/medical-images.md", f"fills over {ranges.SPARSE:.0%} of".replace("%", " %")),
+        ("docs/data.md", f"hold all but {ranges.EXCESS:.1%} of".replace("%", " %")),
         ("docs/medical-images.md", f"over {dicom.CLOSE:.0%} (and {dicom.ROUNDING:g} mm)".replace("%", " %")),
         ("docs/medical-images.md", f"more than {dicom.MOST_BYTES / 1e9:.1f} GB"),
         ("docs/data.md", f"fewer than {FEWEST_UNITS} test samples"),

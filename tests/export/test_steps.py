@@ -101,9 +101,6 @@ class Reader:
             assert not size or self.x.shape[1:] == size
 
     def scale(self, text):
-        if top := find("Divide by (.+); values", text):
-            self.x = np.minimum(self.x / np.float32(top[1]), 1) * 2 - 1
-            return
         low, high = numbers(text)[:2]
         if "percentile" in text:
             low, high = np.percentile(self.x, (low, high), axis=(1, 2, 3), keepdims=True)

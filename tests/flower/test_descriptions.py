@@ -49,7 +49,7 @@ WRONG = {
     "more names than classes": ({"class_names": ["a"] * 11}, "'class_names': 10 names, or none"),
     "an unprintable class": ({"classes": 1, "labels": [24], "class_names": ["a\nb"]}, r"all printable, unlike 'a\\nb'"),
     "a long class": ({"classes": 1, "labels": [24], "class_names": ["a" * 2001]}, "text has at most 2000 characters"),
-    "a field that nobody knows": ({"files": ["/data/scan-7.png"]}, "'files': Unexpected keyword argument"),
+    "a field that nobody knows": ({"folders": ["/data/scan-7.png"]}, "'folders': Unexpected keyword argument"),
     "an empty name": ({"name": ""}, r"^site '' .*'name': String should have at least 1 character, not ''"),
     "an unprintable name": ({"name": "a\nb"}, r"^site 'a\\nb' .* all printable, unlike 'a\\nb'"),
     "a long name": ({"name": "a" * 201}, "^site 'a{200}' .*'name': String should have at most 200 characters"),

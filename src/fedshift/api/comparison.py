@@ -347,7 +347,7 @@ class Comparison:
         trial, state = self._restore(method, client, seed)
         require_samplewise(trial.make_network())
         data = trial.data
-        if client is None and len({(each.train.normalization, each.decoding.bits) for each in data.clients}) > 1:
+        if client is None and len({(each.train.normalization, each.decoding.window) for each in data.clients}) > 1:
             raise UsageError(
                 f"each client's samples are scaled by its own statistics: name the client whose scaling these samples "
                 f"have, one of {', '.join(data.names)}"

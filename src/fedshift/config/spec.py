@@ -291,7 +291,8 @@ class DataSpec:
 
     window: Annotated[str | None, Parameter(group=FILES, allow_leading_hyphen=True)] = None
     """Values LOW,HIGH of medical images that become -1 and 1, clipped beyond, such as -160,240 for soft tissue in
-    Hounsfield units; by default the 0.5th and 99.5th percentiles of each image."""
+    Hounsfield units; by default the 0.5th and 99.5th percentiles, of each image or of all CT. Of pictures with more
+    than 8 bits of gray, by default 0 and what the fewest bits hold."""
 
     spacing: Annotated[Lengths | None, Parameter(group=FILES)] = None
     """Millimeters between voxels to which medical images are resampled, along columns, rows and slices: 1,1,3, one

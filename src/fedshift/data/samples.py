@@ -142,7 +142,11 @@ class Samples:
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
         """Return a copy of the stored samples at ``index``."""
-        return read_rows(self.store, self.rows[index])
+        return read_rows(self.store, self.find_rows(index))
+
+    def find_rows(self, index: Tensor | slice) -> Tensor:
+        """Return the rows of the store that hold the samples at ``index``."""
+        return index if self._all and isinstance(index, Tensor) else self.rows[index]
 
     def read(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
         """Return a copy of the samples at ``index``, patches if there are any; lazy samples are checked now.
@@ -177,7 +181,7 @@ class Samples:
     def _read_whole(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
         """Return a copy of the stored samples at ``index``; lazy samples are checked now."""
         return (
-            self.store.read_finite(self.rows[index], key)
+            self.store.read_finite(self.find_rows(index), key)
             if isinstance(self.store, LazyStore)
             else self.copy_rows(index)
         )
@@ -309,7 +313,7 @@ def gather_rows(parts: Sequence[Samples], indices: Sequence[Tensor]) -> Tensor:
 
     All samples must have the same type and shape.
     """
-    first, rows = parts[0].store, [part.rows[index] for part, index in zip(parts, indices, strict=True)]
+    first, rows = parts[0].store, [part.find_rows(index) for part, index in zip(parts, indices, strict=True)]
     if all(part.store is first for part in parts):
         joined = torch.cat(rows)
         return first.index_select(0, joined) if isinstance(first, Tensor) else first.read_finite(joined)
@@ -414,7 +418,7 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
 def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
     """Return the patches of a store that has the rows of several, one after another."""
     some = [each for each in patches if each is not None]
-    return replace(some[0], extents=np.concatenate([each.extents for each in some])) if some else None
+    return replace(some[0], true_sizes=np.concatenate([each.true_sizes for each in some])) if some else None
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
@@ -441,7 +445,7 @@ def digest_samples(split: Samples) -> tuple[str, str]:
     facts = split.whole_shape, str(split.dtype), scaling.stamp, patches and (patches.size, patches.resized)
     found = blake2b(repr(facts).encode(), digest_size=8)
     if patches is not None:
-        found.update(patches.extents[rows].tobytes())
+        found.update(patches.true_sizes[rows].tobytes())
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
         found.update(scaling.digests[rows].tobytes())
     if isinstance(split.store, LazyStore):

@@ -94,7 +94,7 @@ def collect_model(trial: Trial, experiment: Experiment, directory: Path, client:
         raise UsageError(
             f"{plan.method.label} has no global model: name a client ({{}}), one of {names}", Ref("client")
         )
-    scales = {(each.train.normalization, each.decoding.bits) for each in data.clients}
+    scales = {(each.train.normalization, each.decoding.window) for each in data.clients}
     if client is None and len(scales) > 1:
         raise UsageError(
             "each client's samples are scaled by its own training samples, so that the global model needs a client's "

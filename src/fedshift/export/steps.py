@@ -11,8 +11,8 @@ from functools import cache
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from ..data.columns import Column
+from ..data.decoding.ranges import PERCENTILES, SPARSE, UNIT_RANGE
 from ..data.decoding.resizing import COARSE
-from ..data.decoding.volumes import PERCENTILES
 from ..data.patches import DEVIATION, LEAST, OVERLAP
 from ..data.preparation import FeatureScaling, Preparation
 from ..utils.words import join_some
@@ -52,7 +52,8 @@ def list_steps(preparation: Preparation, task: str) -> dict[str, str]:
     leads = zip(decoding.leads, decoding.units or ("",) * len(decoding.leads), strict=True)
     text = make_environment().get_template("steps.txt.j2").render(
         p=preparation, kind=decoding.kind, files=preparation.takes_files, segmentation=task == "segmentation",
-        spacing=[f"{step:g}" for step in decoding.spacing], percentiles=PERCENTILES, coarse=f"{COARSE:g}",
+        spacing=[f"{step:g}" for step in decoding.spacing], coarse=f"{COARSE:g}", percentiles=PERCENTILES,
+        sparse=SPARSE, unit=UNIT_RANGE,
         leads=", ".join(f"{lead} ({unit or 'no unit'})" for lead, unit in leads), several=_list_inputs(preparation),
         columns=join_some(map(_describe_column, preparation.columns), "; ", LISTED, "more, as in `model.json`"),
         places=("depth", "height", "width")[3 - len(size):], inside=_describe_scaling(preparation),

@@ -31,7 +31,7 @@ from ..data.formats import open_arrays
 from ..data.joining import join_schema
 from ..data.patches import Patches
 from ..data.readers.arrays import holds_hub_datasets, holds_tables
-from ..data.readers.images import decode_images, inspect_images, make_part
+from ..data.readers.images import choose_decodings, decode_images, inspect_images, make_part
 from ..data.samples import Samples, join_several, to_samples
 from ..data.scan import Part
 from ..data.schema import Schema
@@ -131,7 +131,7 @@ def _read_images(
     patch = (height, width) if schema.preparation.patched else ()
     reading = ReadOptions(
         image_size=spec.image_size, differing=(height, width), on_data_error=spec.on_data_error, progress=progress,
-        patch=f"{width},{height}" if patch else None,
+        patch=f"{width},{height}" if patch else None, schema=schema,
     )  # fmt: skip
     name = client_name(path)
     images = inspect_images(path, {name: files}, reading, cases=bool(patch))
@@ -142,12 +142,13 @@ def _read_images(
         """Return 0, the split of training, for each file that can be read."""
         return np.array([-1 if file in broken else 0 for file in part.files], np.int8)
 
-    (store,) = decode_images(images, [part], reading, find_usable)
+    (store,) = decode_images(images, [part], reading)
     broken = store.facts.broken
+    (how,), _ = choose_decodings([part], [store], reading, lambda part: find_usable(part, broken))
     usable = torch.from_numpy(np.flatnonzero(find_usable(part, broken) == 0))
     _leave_out(path, broken, len(files), spec, notices)
     patches = Patches(patch, store.facts.list_extents(files), schema.preparation.resized) if patch else None
-    return Samples(x=torch.from_numpy(store.pixels), y=y[usable], rows=usable, patches=patches)
+    return Samples(x=torch.from_numpy(how.rescale(store.pixels)), y=y[usable], rows=usable, patches=patches)
 
 
 def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec, notices: list[str] | None) -> None:

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.data.datasets.heart_disease import CARD, heart_disease
+from fedshift.data.datasets.heart_disease import CARD, fed_heart_disease, heart_disease
 from fedshift.utils.errors import UsageError
 
 CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
@@ -99,21 +99,6 @@ def test_gaps_are_filled_with_the_median_of_the_training_rows_and_one_code(publi
         assert sorted(patient[first : first + 3].tolist()) == [0, 0, 1]
 
 
-def test_drop_keeps_flamby_s_rows_and_columns(published):
-    data = heart_disease(published.parent, missing="drop").check()
-    assert data.sample_shape == (15,)
-    sizes = [len(client.train) + len(client.test) for client in data.clients]
-    assert sizes == [20, 20, 20, 19]  # zeros stay as they stand; VA's patient without cholesterol goes
-    assert data.notices == ()
-
-
-def test_degrees_may_be_kept(published):
-    data = heart_disease(published.parent, binary=False).check()
-    assert (data.classes, data.class_names[4]) == (5, "degree 4")
-    client = data.client("hungarian")
-    assert torch.bincount(torch.cat([client.train.y, client.test.y])).tolist() == [4] * 5
-
-
 def test_a_compact_file_gives_the_same(published, tmp_path):
     arrays = {}
     for client in CLIENTS:
@@ -138,9 +123,7 @@ def test_damaged_files_are_refused_by_name(published, line, said):
         heart_disease(published.parent)
 
 
-def test_other_choices_are_refused(published):
-    with pytest.raises(UsageError, match="missing='zero': must be 'impute' or 'drop'"):
-        heart_disease(published.parent, missing="zero")
+def test_other_fractions_are_refused(published):
     with pytest.raises(UsageError, match="test_fraction=2: must lie between 0 and 1"):
         heart_disease(published.parent, test_fraction=2)
 
@@ -160,7 +143,7 @@ if (DATA / "heart_disease.npz").is_file():
     def test_the_real_hospitals_have_the_published_sizes():
         data = heart_disease(DATA).check()
         assert [len(client.train) + len(client.test) for client in data.clients] == [303, 294, 123, 200]
-        flamby = heart_disease(DATA, missing="drop").check()
+        flamby = fed_heart_disease(DATA).check()
         assert [len(client.train) + len(client.test) for client in flamby.clients] == [303, 261, 46, 130]
         sick = [int(torch.cat([client.train.y, client.test.y]).sum()) for client in data.clients]
         with np.load(DATA / "heart_disease.npz") as arrays:

@@ -188,3 +188,26 @@ def test_a_missing_library_is_named_with_its_extra(tmp_path, monkeypatch):
         read_folder(tmp_path)
     with pytest.raises(UsageError, match="needs the package wfdb"):
         read_signal_header(tmp_path / "a" / "af" / "1.hea")
+
+
+VOLTAGES = {
+    b"uV": 1e-3, b"\xb5V": 1e-3, "\u00b5V".encode(): 1e-3, "\u03bcV".encode(): 1e-3, b"\xe6V": 1e-3, b"microV": 1e-3,
+    b"UV": 1e-3, b"?V": 1e-3, b"uVolt": 1e-3, b"mcV": 1e-3, b"mV": 1, b"millivol": 1, b"microvol": 1e-3,
+    b"V": 1e3, b"nV": 1e-6, b"mmHg": None, b"\xb0C": None,
+}  # fmt: skip
+"""Spellings of units in files, and the millivolts of those that are voltages."""
+
+
+@pytest.mark.parametrize("unit", VOLTAGES)
+def test_every_spelling_of_a_voltage_becomes_millivolts(tmp_path, unit):
+    values, factor = draw(0), VOLTAGES[unit]
+    write_edf(tmp_path, "e", values, unit="uV")
+    write_wfdb(tmp_path, "w", values * 1000, names=("ii", "v1"), units=("uV", "uV"))
+    edf, header = tmp_path / "e.edf", tmp_path / "w.hea"
+    edf.write_bytes(edf.read_bytes().replace(b"uV      ", unit.ljust(8)))
+    header.write_bytes(header.read_bytes().replace(b"/uV", b"/" + unit))
+    wanted = values.T * 1000 * (factor or 1)
+    for file in (edf, header):
+        assert (read_signal_header(file).by_lead["ii"] == "mv") == (factor is not None)
+        np.testing.assert_allclose(decode_signal(file, ("ii", "v1")), wanted, rtol=1e-3, atol=2e-4 * wanted.max())
+    assert read_signal_header(edf).units == read_signal_header(header).units

@@ -42,12 +42,15 @@ Floats = NDArray[np.float32]
 
 
 class _Subject(NamedTuple):
-    """A subject's label (1: autism), series length, number of regions without signal, and row in the data."""
+    """A subject's label (1: autism), series length, number of regions without signal, and values of 110 regions.
+
+    ``values``: the series ``[T, 110]``, or the correlations of all of it ``[1, 5995]``.
+    """
 
     label: int
     frames: int
     dead: int
-    row: int
+    values: Floats
 
 
 def _find(folder: Path) -> Path | None:
@@ -62,7 +65,6 @@ def abide(
     root: Path,
     *,
     sites: tuple[str, ...] = _SITES,
-    rois: int = 110,
     window: int | None = None,
     complete: bool = True,
     test_fraction: float = 0.2,
@@ -73,7 +75,6 @@ def abide(
     Args:
         root: Directory of the data.
         sites: Names of the sites.
-        rois: Number of regions: 110, or 111 for all.
         window: Length in frames of a sliding window with one sample per position (FedBN: 32, a total of 63,550 samples
             or 1.5 GB), which needs the time series; None: one sample per subject.
         complete: Keep only subjects for whom every region has a signal and whose series has the site's usual length.
@@ -81,35 +82,35 @@ def abide(
         seed: Seed of the split.
 
     Returns:
-        Clients with samples float32 ``[N, rois (rois - 1) / 2]``; label 1 is autism.
+        Clients with samples float32 ``[N, 5995]``, correlations of 110 regions; label 1 is autism.
 
     Raises:
         UsageError: An option is invalid, a site is unknown, or files cannot be read.
 
     """
-    if rois not in (_REGIONS - 1, _REGIONS):
-        raise UsageError(f"rois={rois}: must be 110 (without region {_LEFT_OUT}) or 111")
     if window is not None and window < 3:
         raise UsageError(f"window={window} frames: must be at least 3, the paper's is 32")
     if not sites:
         raise UsageError("sites=() names no site")
     found: Path = CARD.locate("abide", root, frozenset({"window"} if window is not None else ()))
-    if found.suffix == ".npz" and window is not None:
+    packed = found.suffix == ".npz"
+    if packed and window is not None:
         raise UsageError(f"window={window}: {found} holds correlations of whole series; windows need the time series")
-    source = _Connectomes(found) if found.suffix == ".npz" else _TimeSeries(found)
     clients, notices = [], []
-    for site in sites:
-        subjects = source.subjects(site)
+    for site, subjects in (_read_packed if packed else _read_site_series)(found, sites).items():
         usual = Counter(subject.frames for subject in subjects).most_common(1)[0][0]
         kept = [s for s in subjects if not complete or (s.dead == 0 and s.frames == usual)]
+        short = next((subject for subject in kept if subject.frames < (window or 0)), None)
+        if short is not None:
+            raise UsageError(f"window={window}: a subject of {site} has {short.frames} frames")
         y = np.array([subject.label for subject in kept], dtype=np.int64)
-        parts = {}
-        for part, rows in zip(
-            ("train", "test"), split_stratified(y, test_fraction, stream(seed, "abide", site)), strict=True
-        ):
-            x, counts = source.samples([kept[row] for row in rows], rois, window)
-            parts[part] = Samples(x=torch.from_numpy(x), y=torch.from_numpy(np.repeat(y[rows], counts)))
-        clients.append(ClientData.from_splits(site, parts))
+        splits = {}
+        drawn = split_stratified(y, test_fraction, stream(seed, "abide", site))
+        for part, rows in zip(("train", "test"), drawn, strict=True):
+            values = [kept[row].values if packed else _compute_correlations(kept[row].values, window) for row in rows]
+            x, label = np.concatenate(values), np.repeat(y[rows], list(map(len, values)))
+            splits[part] = Samples(x=torch.from_numpy(x), y=torch.from_numpy(label))
+        clients.append(ClientData.from_splits(site, splits))
         if len(kept) < len(subjects):
             notices.append(
                 f"client {site!r}: {len(subjects) - len(kept)} incomplete subjects of {len(subjects)} left out"
@@ -119,81 +120,56 @@ def abide(
         name="abide",
         clients=tuple(clients),
         classes=2,
-        note=f"ABIDE I, {what}, correlations of {rois} regions",
+        note=f"ABIDE I, {what}, correlations of {_REGIONS - 1} regions",
         class_names=("control", "autism"),
         notices=tuple(notices),
     )
 
 
-class _Connectomes:
-    """Correlations of subjects in ``abide_ho.npz``."""
-
-    def __init__(self, file: Path) -> None:
-        self.arrays = read_npz(file, _COMPACT)
-
-    def subjects(self, site: str) -> list[_Subject]:
-        names = self.arrays["site_names"].tolist()
+def _read_packed(file: Path, sites: Sequence[str]) -> dict[str, list[_Subject]]:
+    """Return the subjects of each site in ``abide_ho.npz``."""
+    arrays = read_npz(file, _COMPACT)
+    names, regions = arrays["site_names"].tolist(), arrays["roi_ids"]
+    kept = (regions != _LEFT_OUT)[np.stack(np.triu_indices(_REGIONS, 1))].all(axis=0)
+    found = {}
+    for site in sites:
         if site not in names:
             raise unknown_name("site", site, names)
-        rows = np.flatnonzero(self.arrays["site"] == names.index(site))
-        facts = (self.arrays[name][rows].tolist() for name in ("y", "n_frames", "dead_rois"))
-        return [_Subject(*map(int, subject)) for subject in zip(*facts, rows, strict=True)]
-
-    def samples(self, subjects: Sequence[_Subject], rois: int, window: int | None) -> tuple[Floats, list[int]]:
-        kept = _find_regions(self.arrays["roi_ids"].tolist(), rois)
-        features = np.isin(np.triu_indices(_REGIONS, 1), kept).all(axis=0)
-        rows = [subject.row for subject in subjects]
-        return self.arrays["connectome"][rows][:, features].astype(np.float32), [1] * len(rows)
+        rows = np.flatnonzero(arrays["site"] == names.index(site))
+        x = arrays["connectome"][rows][:, None, kept].astype(np.float32)
+        facts = (arrays[name][rows].tolist() for name in ("y", "n_frames", "dead_rois"))
+        found[site] = [_Subject(*map(int, numbers), values=own) for *numbers, own in zip(*facts, x, strict=True)]
+    return found
 
 
-class _TimeSeries:
-    """The project's files: a table of subjects, and a time series for each subject with a ``FILE_ID``."""
-
-    def __init__(self, phenotypes: Path) -> None:
-        self.phenotypes = phenotypes
-        self.files: dict[str, Path] = {}
-        for file in sorted(phenotypes.parent.rglob(f"*{_SUFFIX}")):
-            other = self.files.setdefault(file.name.removesuffix(_SUFFIX), file)
-            if other != file:
-                raise UsageError(f"{other} and {file} are of one subject: keep the files of one pipeline and strategy")
-        rows = read_csv(
-            phenotypes,
-            "a table of subjects",
-            lambda row: (row["SITE_ID"], row["FILE_ID"], {"1": 1, "2": 0}[row["DX_GROUP"]]),
-        )
-        self.rows = [row for row in rows if row[1] != "no_filename"]
-        self.series: dict[int, tuple[list[str], Floats]] = {}
-
-    def subjects(self, site: str) -> list[_Subject]:
-        if site not in {where for where, _, _ in self.rows}:
-            raise unknown_name("site", site, {where for where, _, _ in self.rows})
-        found = []
-        for row, (where, name, label) in enumerate(self.rows):
-            if where != site:
-                continue
-            if name not in self.files:
+def _read_site_series(phenotypes: Path, sites: Sequence[str]) -> dict[str, list[_Subject]]:
+    """Return the subjects of each site in the project's table, whose series are in a file with their ``FILE_ID``."""
+    files: dict[str, Path] = {}
+    for file in sorted(phenotypes.parent.rglob(f"*{_SUFFIX}")):
+        other = files.setdefault(file.name.removesuffix(_SUFFIX), file)
+        if other != file:
+            raise UsageError(f"{other} and {file} are of one subject: keep the files of one pipeline and strategy")
+    rows = read_csv(
+        phenotypes,
+        "a table of subjects",
+        lambda row: (row["SITE_ID"], row["FILE_ID"], {"1": 1, "2": 0}[row["DX_GROUP"]]),
+    )
+    found: dict[str, list[_Subject]] = {site: [] for site in sites}
+    for site, name, label in rows:
+        if site in found and name != "no_filename":
+            if name not in files:
                 raise UsageError(
-                    f"{self.phenotypes} names {name}, but {name}{_SUFFIX} is not below {self.phenotypes.parent}: "
+                    f"{phenotypes} names {name}, but {name}{_SUFFIX} is not below {phenotypes.parent}: "
                     f"get the series of all subjects of {site}, or leave the site out (sites)"
                 )
-            _, x_TR = self.series[row] = _read_series(self.files[name])
+            regions, x_TR = _read_series(files[name])
             dead = int((np.ptp(x_TR, axis=0) == 0).sum())
-            found.append(_Subject(label=label, frames=len(x_TR), dead=dead, row=row))
-        return found
-
-    def samples(self, subjects: Sequence[_Subject], rois: int, window: int | None) -> tuple[Floats, list[int]]:
-        counts = [1 if window is None else subject.frames - window + 1 for subject in subjects]
-        short = [subject for subject, count in zip(subjects, counts, strict=True) if count < 1]
-        if short:
-            raise UsageError(f"window={window}: {self.rows[short[0].row][1]} has {short[0].frames} frames")
-        x = np.empty((sum(counts), rois * (rois - 1) // 2), np.float32)
-        end = 0
-        for subject, count in zip(subjects, counts, strict=True):
-            regions, x_TR = self.series[subject.row]
-            x_TR = x_TR[:, _find_regions(regions, rois)]
-            end += count
-            x[end - count : end] = _compute_correlations(x_TR, window)
-        return x, counts
+            values = x_TR[:, [region != _LEFT_OUT for region in regions]]
+            found[site].append(_Subject(label=label, frames=len(x_TR), dead=dead, values=values))
+    for site, subjects in found.items():
+        if not subjects:
+            raise unknown_name("site", site, {site for site, _, _ in rows})
+    return found
 
 
 def _read_series(file: Path) -> tuple[list[str], Floats]:
@@ -205,11 +181,6 @@ def _read_series(file: Path) -> tuple[list[str], Floats]:
     if len(regions) != _REGIONS or x_TR.shape[1:] != (_REGIONS,):
         raise UsageError(f"{file} has {len(regions)} regions, the Harvard-Oxford atlas there {_REGIONS}: get it again")
     return regions, x_TR
-
-
-def _find_regions(names: Sequence[str], rois: int) -> list[int]:
-    """Return the indices of the regions to read."""
-    return [place for place, name in enumerate(names) if rois == _REGIONS or name != _LEFT_OUT]
 
 
 def _compute_correlations(x_TR: Floats, window: int | None) -> Floats:

@@ -10,7 +10,6 @@ unchanged. It therefore has 303, 261, 46 and 130 patients, 34 % of them for test
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import pandas as pd
@@ -52,87 +51,66 @@ CARD = make_card("heart-disease", find=_find)
 FED_HEART_DISEASE = make_card("fed-heart-disease", find=_find)
 
 
-def heart_disease(
-    root: Path,
-    *,
-    missing: Literal["impute", "drop"] = "impute",
-    binary: bool = True,
-    test_fraction: float = 0.34,
-    seed: int = 0,
-) -> Federation:
-    """Load UCI Heart Disease, one client for each of four hospitals.
+def heart_disease(root: Path, *, test_fraction: float = 0.34, seed: int = 0) -> Federation:
+    """Load UCI Heart Disease, one client for each of four hospitals; label 1 is heart disease of any degree.
 
     The categorical columns cp, restecg, slope and thal become one feature per value; all other columns are numbers,
-    standardized with the client's training rows.
+    standardized with the client's training rows. Missing values are replaced with the median (categorical: the most
+    frequent value) of the client's training rows, and with 0 in a column without values.
 
     Args:
         root: Directory of the data.
-        missing: ``impute``: replace missing values with the median (categorical: the most frequent value) of the
-            client's training rows, and with 0 in a column without values. ``drop``: keep FLamby's rows and columns.
-        binary: Label 1 is heart disease; False: the degrees 0 to 4 are five classes.
-        test_fraction: Fraction of each degree's patients at each client that is drawn for testing.
+        test_fraction: Fraction of the patients with each label at each client that is drawn for testing.
         seed: Seed of the split.
 
     Returns:
-        Clients with samples float32 ``[N, 22]``, or ``[N, 15]`` for ``missing="drop"``.
+        Clients with samples float32 ``[N, 22]``.
 
     Raises:
         UsageError: An option is invalid, or files are missing or cannot be read.
 
     """
-    if missing not in ("impute", "drop"):
-        raise UsageError(f"missing={missing!r}: must be 'impute' or 'drop'")
-    tables = _read_tables(CARD.locate("heart-disease", root))
-    names = [name for name in _NAMES if missing == "impute" or name not in _FLAMBY_LEAVES_OUT]
-    codes = [_CODES.get(name) for name in names]
-    columns = [
+    codes = [_CODES.get(name) for name in _NAMES]
+    columns = tuple(
         Column(name=name, categories=None if own is None else tuple(map(str, own)))
-        for name, own in zip(names, codes, strict=True)
-    ]
+        for name, own in zip(_NAMES, codes, strict=True)
+    )
     clients, notices = [], []
-    for client, table in tables.items():
-        raw, y = table[:, [_NAMES.index(name) for name in names]], table[:, -1]
-        if missing == "impute":
-            raw = np.where((raw == 0) & np.isin(names, _ZERO_IS_MISSING), np.nan, raw)
-        else:
-            whole = ~np.isnan(raw).any(axis=1)
-            raw, y = raw[whole], y[whole]
-        degree = y.astype(np.int64)
-        label = np.minimum(degree, 1) if binary else degree
-        sides = split_stratified(label, test_fraction, stream(seed, "heart-disease", client))
-        order = np.concatenate(sides)
-        train = len(sides[0])
-        x = np.concatenate(list(map(_encode, raw[order].T, codes)), axis=1, dtype=np.float32)
-        prepared = prepare_rows(x, slice(train), columns)
-        if prepared.filled:
-            notices.append(f"client {client!r}: {prepared.filled} missing values filled from its own training rows")
-        if prepared.empty:
-            notices.append(f"client {client!r}: no value of {', '.join(prepared.empty)}, 0 instead")
+    for client, table in _read_tables(CARD.locate("heart-disease", root)).items():
+        label = np.minimum(table[:, -1].astype(np.int64), 1)
+        train, test = split_stratified(label, test_fraction, stream(seed, "heart-disease", client))
+        order = np.concatenate([train, test])
+        raw = np.where((table[:, :-1] == 0) & np.isin(_NAMES, _ZERO_IS_MISSING), np.nan, table[:, :-1])[order]
+        x = np.concatenate(list(map(_encode, raw.T, codes)), axis=1, dtype=np.float32)
+        rows = prepare_rows(x, slice(len(train)), columns)
+        if rows.filled:
+            notices.append(f"client {client!r}: {rows.filled} missing values filled from its own training rows")
+        if rows.empty:
+            notices.append(f"client {client!r}: no value of {', '.join(rows.empty)}, 0 instead")
         parts = {
             part: Samples(
-                x=torch.from_numpy(prepared.x[rows]),
-                y=torch.from_numpy(label[order[rows]]),
-                normalization=prepared.scaling,
+                x=torch.from_numpy(rows.x[own]), y=torch.from_numpy(label[order[own]]), normalization=rows.scaling
             )
-            for part, rows in (("train", slice(train)), ("test", slice(train, None)))
+            for part, own in (("train", slice(len(train))), ("test", slice(len(train), None)))
         }
         clients.append(ClientData.from_splits(client, parts))
     return Federation(
         name="heart-disease",
         clients=tuple(clients),
-        classes=2 if binary else 5,
-        note=f"UCI Heart Disease, {len(names)} columns, patients of four hospitals",
-        class_names=("no disease", "disease") if binary else tuple(f"degree {degree}" for degree in range(5)),
+        classes=2,
+        note=f"UCI Heart Disease, {len(_NAMES)} columns, patients of four hospitals",
+        class_names=("no disease", "disease"),
         notices=tuple(notices),
-        columns=tuple(columns),
+        columns=columns,
     )
 
 
 def fed_heart_disease(root: Path) -> Federation:
     """Load Fed-Heart-Disease as FLamby defines it (Ogier du Terrail et al. 2022, arXiv:2210.04620).
 
-    Columns and rows are as in ``heart_disease(missing="drop")``; the first values of cp and restecg have no feature,
-    both numbers and codes are standardized by the client's training rows (with n - 1), and the split is FLamby's.
+    Without the columns slope, ca and thal, and rows in which a value is missing; zeros stay. The first values of cp and
+    restecg have no feature, both numbers and codes are standardized by the client's training rows (with n - 1), and the
+    split is FLamby's.
 
     Args:
         root: Directory of the data.

@@ -1,7 +1,8 @@
 """Files of images, volumes and recordings as arrays, by one function for training, exported models, adapt and sites.
 
-:func:`decode` takes a file and its :class:`Decoding`. Order of reading: ``images`` (pictures), ``dicom``, ``volumes``
-(medical images and their masks), ``signals`` (recordings), ``resizing``, and ``masks`` (predicted masks as files).
+:func:`decode` takes a file and its :class:`Decoding`. Order of reading: ``ranges`` (which values become -1 and 1),
+``images`` (pictures), ``dicom``, ``volumes`` (medical images and their masks), ``signals`` (recordings), ``resizing``,
+and ``masks`` (predicted masks as files).
 """
 
 from __future__ import annotations
@@ -11,15 +12,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
 
 from .images import Kind, Unreadable, decode_image
+from .ranges import NO_LEVELS, UNIT_RANGE, Levels, Window, scale
 from .resizing import resize_volume
 from .signals import decode_signal
 from .volumes import decode_volume
+
+FileKind = Literal["array", "byte", "integer", "real", "volume", "signal"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,10 +31,10 @@ class Decoding:
 
     Attributes:
         kind: ``byte``, 8-bit pixels; ``integer`` and ``real``, gray integers of more bits and gray floats from 0 to 1,
-            stored from -1 to 1; ``volume``, a medical image, turned to the patient's axes and scaled by its own
-            percentiles; ``signal``, a recording; ``array``, no files.
-        bits: Bits of gray integers: the largest, ``2^bits - 1``, is stored as 1.
-        window: Values of a medical image that become -1 and 1, in place of its percentiles.
+            stored from -1 to 1; ``volume``, a medical image, turned to the patient's axes and stored from -1 to 1;
+            ``signal``, a recording; ``array``, no files.
+        window: Values that become -1 and 1, clipped beyond; None: each medical image's own
+            (:mod:`~fedshift.data.decoding.ranges`).
         spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
         leads: Names of the leads of a recording, in the order of the channels.
         units: Unit of each lead, as in its file; ``mv`` for voltages. Empty: not known.
@@ -39,9 +42,8 @@ class Decoding:
 
     """
 
-    kind: Literal["array", "byte", "integer", "real", "volume", "signal"] = "array"
-    bits: int = 0
-    window: tuple[float, float] | None = None
+    kind: FileKind = "array"
+    window: Window | None = None
     spacing: tuple[float, ...] = ()
     leads: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
@@ -55,12 +57,8 @@ class Decoding:
         return cls(**{**facts, "window": None if window is None else tuple(window), **several})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
-        """Return gray values of kind ``integer`` or ``real`` from -1 to 1, values beyond as 1; others unchanged."""
-        if self.kind not in ("integer", "real"):
-            return pixels
-        top = 2**self.bits - 1 if self.kind == "integer" else 1
-        scaled: NDArray[Any] = np.minimum(pixels / np.float32(top), 1) * 2 - 1
-        return scaled
+        """Return gray values of kind ``integer`` or ``real`` from -1 to 1, clipped beyond; others unchanged."""
+        return scale(pixels, [self.window or UNIT_RANGE]) if self.kind in ("integer", "real") else pixels
 
 
 ARRAY = Decoding()
@@ -68,8 +66,8 @@ ARRAY = Decoding()
 
 def decode(
     file: Path | Image.Image, how: Decoding, channels: int, size: tuple[int, ...] = ()
-) -> tuple[NDArray[Any], float]:
-    """Return the values of ``file``, ``[C, *axes]``, before :meth:`Decoding.rescale`, and its largest gray value.
+) -> tuple[NDArray[Any], Levels]:
+    """Return the values of ``file``, ``[C, *axes]``, before :meth:`Decoding.rescale`, and its levels of gray.
 
     Args:
         file: A file, a folder of DICOM slices, or an open picture, which stays as it is.
@@ -86,9 +84,9 @@ def decode(
         raise Unreadable(f"is an open picture, not a {how.kind} in a file")
     match how.kind, file:
         case "signal", Path():
-            return decode_signal(file, how.leads, how.units, how.rate), 0.0
+            return decode_signal(file, how.leads, how.units, how.rate), NO_LEVELS
         case "volume", Path():
             values = torch.from_numpy(decode_volume(file, window=how.window, spacing=how.spacing))
-            return (resize_volume(values, size) if size and not how.spacing else values).numpy(), 0.0
+            return (resize_volume(values, size) if size and not how.spacing else values).numpy(), NO_LEVELS
     kind: Kind = how.kind if how.kind in ("integer", "real") else "byte"
     return decode_image(file, kind=kind, channels=channels, size=size)

@@ -65,6 +65,7 @@ _GROUPS = {
     "ImagePositionPatient": "PlanePositionSequence",
     "RescaleSlope": "PixelValueTransformationSequence",
     "RescaleIntercept": "PixelValueTransformationSequence",
+    "RescaleType": "PixelValueTransformationSequence",
 }
 """Functional groups of enhanced images that hold an attribute (PS3.3, C.7.6.16.2)."""
 _LPS_TO_RAS = np.array([-1.0, -1.0, 1.0])
@@ -232,6 +233,12 @@ def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
     if len(known) != frames or any(place is None or len(place) != 3 for place in known):
         raise Unreadable(f"has {frames} frames, and an ImagePositionPatient for some of them: export it again")
     return np.array(known, float)
+
+
+def holds_hounsfield(found: Any) -> bool:
+    """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
+    inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
+    return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
 
 
 def read_values(found: Any) -> Array:

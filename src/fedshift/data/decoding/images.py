@@ -28,6 +28,7 @@ from PIL.TiffImagePlugin import TiffImageFile
 
 from ...utils.errors import UsageError
 from ...utils.files import NotRegular, open_regular
+from .ranges import NO_LEVELS, Levels, count_levels
 
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".tif", ".tiff", ".bmp", ".gif", ".pbm", ".pgm", ".ppm"})
 
@@ -134,8 +135,8 @@ def read_header(file: Path) -> Header:
 
 def decode_image(
     file: Path | Image.Image, *, kind: Kind, channels: int = 1, size: tuple[int, ...] = ()
-) -> tuple[NDArray[Any], float]:
-    """Return the pixels of ``file`` upright, ``[channels, H, W]``, and the largest value in the file.
+) -> tuple[NDArray[Any], Levels]:
+    """Return the pixels of ``file`` upright, ``[channels, H, W]``, and the levels of gray before it is resized.
 
     Args:
         file: The file, or an open picture, which stays as it is.
@@ -158,12 +159,12 @@ def decode_image(
             plain = _to_bytes(image, channels)
         else:
             plain = _to_classes(image, restore) if kind == "mask" else _to_values(image, restore)
-        peak = float(plain.getextrema()[1]) if kind in ("integer", "real") else 255.0  # type: ignore[arg-type]
+        levels = count_levels(np.asarray(plain)) if kind == "integer" else NO_LEVELS
         if size and plain.size != size[::-1]:
             method = Image.Resampling.NEAREST if kind == "mask" else Image.Resampling.BILINEAR
             plain = plain.resize((size[1], size[0]), method)
     pixels = np.asarray(plain)
-    return (pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)), peak
+    return (pixels[None] if pixels.ndim == 2 else pixels.transpose(2, 0, 1)), levels
 
 
 def to_classes(values: NDArray[Any]) -> NDArray[np.uint8]:
@@ -189,8 +190,12 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
             with open_regular(file) as stream, Image.open(stream, formats=_FORMATS) as image:
                 yield image
         except UnidentifiedImageError as error:
-            empty = file.stat().st_size == 0
-            raise Unreadable("is empty" if empty else f"is not an image in format {', '.join(_FORMATS)}") from error
+            if file.stat().st_size == 0:
+                raise Unreadable("is empty") from error
+            raise Unreadable(
+                f"is not an image in format {', '.join(_FORMATS)}, or has pixels that Pillow does not read, such as "
+                "floats of 64 bits"
+            ) from error
 
 
 def _is_signed(image: Image.Image) -> bool:

@@ -37,7 +37,7 @@ KEPT = 2**28
 UNCALIBRATED = "uncalibrated"
 """Unit of leads whose WFDB header gives no gain, or a gain of 0: nobody knows how much one of their numbers is."""
 _GAIN = re.compile(r"-?[\d.]*[1-9]")  # not 0
-_VOLTS = re.compile(r"(n|nano|u|micro|mc|\?|[^\x00-\x7f]+|m|milli|)\s?(?:v|volts?)\.?", re.IGNORECASE)
+_VOLTS = re.compile(r"(n|nano|u|micro|mc|\?|[^\x00-\x7f]+|m|milli|)\s?v(?:olts?|ol?)?\.?", re.IGNORECASE)
 """Spellings of voltages; no unit but the microvolt has a sign beyond ASCII, whose bytes differ between encodings."""
 _MILLIVOLTS = {"n": 1e-6, "nano": 1e-6, "m": 1.0, "milli": 1.0, "": 1e3}
 """Millivolts in a unit, by its prefix; every other prefix is a spelling of micro."""

@@ -7,8 +7,7 @@ An image is a file, or a folder of DICOM slices, which are one volume (:mod:`fed
   of a NIfTI file is channels. An axis of one slice is dropped: ``[C, H, W]``. A DICOM file is used as stored: an image,
   or frames ``[1, D, H, W]``.
 - With a spacing, the values are then resampled to it (:mod:`fedshift.data.decoding.resizing`).
-- Brightness has no common unit. Each volume (each channel, if there are several) is scaled from its 0.5th and 99.5th
-  percentile to [-1, 1], and values beyond are clipped.
+- Then values are scaled to [-1, 1] (:mod:`fedshift.data.decoding.ranges`).
 - Masks are class numbers from 0 to 255. The mask of a one-slice image may be a picture that Pillow can read.
 
 The number of bytes is checked in the header before anything is unpacked: it must not exceed :data:`MOST_BYTES` or what
@@ -40,6 +39,7 @@ from .dicom import (
     check_bytes,
     count_frames,
     find_attribute,
+    holds_hounsfield,
     is_dicom,
     load_library,
     open_dicom,
@@ -50,6 +50,7 @@ from .dicom import (
     stack_slices,
 )
 from .images import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header, to_classes
+from .ranges import Window, find_range, scale
 from .resizing import find_size, resample_image
 
 VOLUMES = (*NIFTI, *DICOM)
@@ -58,7 +59,6 @@ READABLE = (*VOLUMES, *sorted(SUFFIXES))
 """Suffixes of files that may be masks of these images."""
 MOST_EXPANSION = 1032
 """Maximum expansion factor of deflate, the compression of gzip."""
-PERCENTILES = (0.5, 99.5)
 MEDIAN = "median"
 """Spacing in words: the median of the files along each axis."""
 UNMEASURED = "does not say how far its voxels are apart: write a NIfTI file with a qform or sform, or give no spacing"
@@ -74,7 +74,6 @@ _STRAIGHT = np.array([[0.0, 1], [1, 1], [2, 1]])
 """Orientation of an array whose axes point to the patient's right, front and head."""
 
 Array = NDArray[Any]
-Window = tuple[float, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,6 +90,7 @@ class VolumeHeader:
         placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
         apart: Largest distance in millimeters between a voxel's places by the qform and by the sform of a NIfTI file.
         order: Frames of a DICOM file in the order of their positions; empty: it has one frame, or does not say these.
+        hounsfield: Whether the file says that its values are Hounsfield units.
         patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
 
     """
@@ -103,6 +103,7 @@ class VolumeHeader:
     placed: bool = True
     apart: float = 0.0
     order: tuple[int, ...] = ()
+    hounsfield: bool = False
     patient: str = field(default="", repr=False)
 
     @property
@@ -139,22 +140,6 @@ def read_volume_header(file: Path) -> VolumeHeader:
         return VolumeHeader(shape=(picture.height, picture.width))
 
 
-def parse_window(text: str | None) -> Window | None:
-    """Return the values that ``LOW,HIGH`` names; raise :class:`UsageError` if these are not two rising numbers."""
-    if text is None:
-        return None
-    try:
-        low, high = map(float, text.split(","))
-    except ValueError:
-        low, high = 0.0, 0.0
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
-        raise UsageError(
-            "{}: give the values that become -1 and 1, such as -160,240 for soft tissue in Hounsfield units",
-            Ref(window=text),
-        )
-    return low, high
-
-
 def parse_spacing(text: str | None) -> tuple[float, ...]:
     """Return the millimeters that a text names, slices before rows before columns; one number stands for all axes.
 
@@ -186,7 +171,7 @@ def decode_volume(
     """Return the brightness in ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, from -1 to 1; raise :class:`Unreadable`.
 
     ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first. ``window``: values,
-    in Hounsfield units where the file has such, that become -1 and 1; None: the volume's :data:`PERCENTILES`.
+    in Hounsfield units where the file has such, that become -1 and 1; None: the volume's own range.
     ``spacing``: resample to these millimeters between voxels along the array's axes; empty: keep the file's voxels.
     """
     with explain_unreadable(file, _describe_kind(file)):
@@ -199,8 +184,23 @@ def decode_volume(
             raise Unreadable(
                 f"has {len(header.shape)} axes, and the spacing {describe_spacing(spacing)} {len(spacing)}"
             )
-        values = resample_image(values, header.spacing, spacing) if spacing else values
-        return _scale(values, window, by_channel=file.name.lower().endswith(NIFTI))
+        resampled = resample_image(values, header.spacing, spacing) if spacing else values
+        return scale(resampled, [window] if window else _find_ranges(file, values, resampled))
+
+
+def measure_volume(file: Path) -> Window:
+    """Return the range of the values in ``file`` by themselves, of all channels together; raise :class:`Unreadable`."""
+    with explain_unreadable(file, _describe_kind(file)):
+        values, _ = _decode(file, turn=False)
+        return find_range(values, values)
+
+
+def _find_ranges(file: Path, values: Array, resampled: Array) -> list[Window]:
+    """Return the range of each channel of a NIfTI file, or that of all channels of a DICOM file."""
+    by_channel = file.name.lower().endswith(NIFTI)
+    return [
+        find_range(*pair) for pair in (zip(values, resampled, strict=True) if by_channel else [(values, resampled)])
+    ]
 
 
 def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
@@ -250,17 +250,6 @@ def _measure_distance(one: Any, other: Any, size: int) -> float:
 
 def _times(numbers: tuple[float, ...]) -> str:
     return " x ".join(f"{number:g}" for number in numbers)
-
-
-def _scale(values: Array, window: Window | None, *, by_channel: bool) -> NDArray[np.float32]:
-    """Return ``values [C, ...]`` scaled to [-1, 1]; a constant channel becomes -1."""
-    axes = tuple(range(1 if by_channel else 0, values.ndim))
-    ends = window or np.percentile(values, PERCENTILES, axis=axes, keepdims=True)
-    low, high = (np.asarray(each, np.float32) for each in ends)
-    span = np.where(high > low, high - low, 1)
-    shares = (np.clip(values.astype(np.float32), low, high) - low) / span
-    scaled: NDArray[np.float32] = (shares * 2 - 1).astype(np.float32)
-    return scaled
 
 
 def digest_voxels(file: Path) -> bytes:
@@ -388,7 +377,7 @@ def _describe_grid(
 def _describe_series(folder: Path, series: Series, turn: bool = True) -> tuple[VolumeHeader, Array]:
     """Return the header of a folder of slices, and the orientation with which their array is turned."""
     described, turned = _describe_grid(folder, series.shape, series.affine, turn)
-    return replace(described, patient=series.patient), turned
+    return replace(described, patient=series.patient, hounsfield=holds_hounsfield(series.slices[0])), turned
 
 
 def _describe_dicom(found: Any) -> VolumeHeader:
@@ -402,8 +391,9 @@ def _describe_dicom(found: Any) -> VolumeHeader:
     sides = [float(cosine) for cosine in find_attribute(found, "ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
     return VolumeHeader(
-        shape=shape, channels=channels, spacing=spacing, axes=codes, order=order, patient=read_patient(found)
-    )
+        shape=shape, channels=channels, spacing=spacing, axes=codes, order=order, hounsfield=holds_hounsfield(found),
+        patient=read_patient(found),
+    )  # fmt: skip
 
 
 def _point(cosines: list[float]) -> str:

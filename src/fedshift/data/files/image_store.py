@@ -38,7 +38,6 @@ import torch
 from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
-from ..decoding import ARRAY, Decoding
 from ..decoding.images import Header, Kind, Unreadable, decode_image, quiet_pillow, read_header
 from ..decoding.resizing import describe_stretch
 from ..patches import extend
@@ -48,9 +47,8 @@ Pixels = NDArray[np.generic]
 Key = TypeVar("Key")
 Found = TypeVar("Found")
 
-_VERSION = 1
-_SCALED = ("integer", "real")  # kinds whose values are scaled to floats from -1 to 1
-_BITS = (8, 10, 12, 14, 16)
+_VERSION = 2
+_DEEP = ("integer", "real")  # kinds whose values are stored as floats
 _AT_ONCE = 16  # files between two reports of progress
 
 VARIABLE = "FEDSHIFT_CACHE_LIMIT"
@@ -80,26 +78,21 @@ class ImageFile(NamedTuple):
 class ImageFacts:
     """Common properties of a client's images, and the exceptional files.
 
-    ``bits`` is 0 unless gray integers were scaled. ``sizes`` gives the height and width of each file if images are
-    padded at their ends, by the lowest value in each channel (masks: by 0), instead of resized. ``broken`` gives the
-    reason why a file cannot be used; ``frames`` gives the number of frames of files with several; ``stretch``: how
-    proportions changed.
+    ``levels`` gives the levels of gray of each file with more than 8 bits. ``sizes`` gives the height and width of each
+    file if images are padded at their ends, by the lowest value in each channel (masks: by 0), instead of resized.
+    ``broken`` gives the reason why a file cannot be used; ``frames`` gives the number of frames of files with several;
+    ``stretch``: how proportions changed.
     """
 
     kind: Kind = "byte"
     channels: int = 1
     height: int = 1
     width: int = 1
-    bits: int = 0
+    levels: dict[str, tuple[int, ...]] = field(default_factory=dict)
     sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
     broken: dict[str, str] = field(default_factory=dict)
     frames: dict[str, int] = field(default_factory=dict)
     stretch: str = ""
-
-    @property
-    def decoding(self) -> Decoding:
-        """How images' files are decoded."""
-        return ARRAY if self.kind == "mask" else Decoding(kind=self.kind, bits=self.bits)
 
     def list_extents(self, files: Iterable[ImageFile]) -> NDArray[np.int64]:
         """Return the height and width that each of ``files`` has in the array, ``[N, 2]``."""
@@ -109,7 +102,7 @@ class ImageFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ImageStore:
-    """A client's images ``[N, C, H, W]`` in the order of its files, with zeros for broken files.
+    """A client's images ``[N, C, H, W]`` in the order of its files, with their values, and zeros for broken files.
 
     ``unkept``: the reason why the array is in memory; empty if it is in the cache.
     """
@@ -225,19 +218,14 @@ def decode_all(
     place: Path,
     what: str,
     progress: Progress | None,
-    training: Callable[[frozenset[str]], Iterable[int]] = lambda _: (),
 ) -> ImageStore:
-    """Decode ``files`` as described by ``facts`` into an entry at ``place``, or into memory if it cannot be written.
-
-    ``training(broken)`` returns the rows of the training images, which determine the scaling of gray, once the broken
-    files are known.
-    """
+    """Decode ``files`` as described by ``facts`` into an entry at ``place``, or into memory if it cannot be written."""
     shape = (len(files), facts.channels, facts.height, facts.width)
-    dtype = np.dtype(np.float32 if facts.kind in _SCALED else np.uint8)
+    dtype = np.dtype(np.float32 if facts.kind in _DEEP else np.uint8)
 
-    def fill(put: Callable[[int, Pixels], None]) -> tuple[ImageFacts, dict[int, float]]:
-        """Decode every file; return the completed facts, and the largest value of each row."""
-        broken, peaks = dict(facts.broken), {}
+    def fill(put: Callable[[int, Pixels], None]) -> ImageFacts:
+        """Decode every file; return the completed facts."""
+        broken, levels = dict(facts.broken), {}
 
         def one(row: int) -> None:
             path = files[row].path
@@ -245,7 +233,7 @@ def decode_all(
                 return
             size = facts.sizes.get(path, shape[2:])
             try:
-                pixels, peaks[row] = decode_image(root / path, kind=facts.kind, channels=facts.channels, size=size)
+                pixels, levels[path] = decode_image(root / path, kind=facts.kind, channels=facts.channels, size=size)
                 if facts.sizes:
                     fill = 0 if facts.kind == "mask" else None
                     pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], fill).numpy()
@@ -255,21 +243,18 @@ def decode_all(
                 put(row, pixels)
 
         run_in_parallel(one, range(len(files)), what, progress)
-        top = max((peaks[row] for row in training(frozenset(broken))), default=0.0)
-        bits = next(bits for bits in _BITS if top < 2**bits) if facts.kind == "integer" else 0
-        return replace(facts, broken=dict(sorted(broken.items())), bits=bits), peaks
+        return replace(facts, broken=dict(sorted(broken.items())), levels=levels if facts.kind == "integer" else {})
 
     try:
         return _write_store(place, shape, dtype, fill)
     except OSError as error:
         memory = np.zeros(shape, dtype)
-        known, peaks = fill(memory.__setitem__)
-        _rescale(memory, known, peaks)
+        known = fill(memory.__setitem__)
         return ImageStore(facts=known, pixels=memory, unkept=error.strerror or str(error))
 
 
 def _write_store(
-    place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., tuple[ImageFacts, dict[int, float]]]
+    place: Path, shape: tuple[int, ...], dtype: np.dtype[Any], fill: Callable[..., ImageFacts]
 ) -> ImageStore:
     """Fill an entry next to ``place`` and rename it to ``place``; raise :class:`OSError` if writing fails."""
     beside = place.with_name(f"{place.name}.{uuid4().hex}{BEGUN}")
@@ -286,14 +271,9 @@ def _write_store(
                     file.seek(start + row * pixels.nbytes)
                     file.write(np.ascontiguousarray(pixels).data)
 
-            facts, peaks = fill(put)
+            facts = fill(put)
             file.flush()
             os.fsync(file.fileno())
-        if facts.kind in _SCALED:
-            mapped = np.lib.format.open_memmap(array, "r+")
-            _rescale(mapped, facts, peaks)
-            mapped.flush()
-            del mapped
         (beside / "facts.json").write_text(json.dumps(asdict(facts)), "utf-8")
         beside.rename(place)
     except OSError:
@@ -305,13 +285,6 @@ def _write_store(
     if store is None:
         raise OSError(f"{place} cannot be read")
     return store
-
-
-def _rescale(pixels: Pixels, facts: ImageFacts, rows: Iterable[int]) -> None:
-    """Scale gray values of more than 8 bits to [-1, 1] in place; values beyond ``bits`` become 1."""
-    if facts.kind in _SCALED:
-        for row in rows:
-            pixels[row] = facts.decoding.rescale(pixels[row])
 
 
 def run_in_parallel(work: Callable[[Key], None], items: Sequence[Key], what: str, progress: Progress | None) -> None:

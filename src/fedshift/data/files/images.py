@@ -269,9 +269,6 @@ def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, rea
         said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
     if facts.stretch:
         said.append(f"client {name!r}: {facts.stretch}")
-    if facts.bits:
-        text = f"client {name!r}: gray read as {facts.bits} bits, 0..{2**facts.bits - 1} scaled to [-1, 1]"
-        said.append(Information(text))
     if any(file.part for file in files) and not any(file.part == "test" for file in files):
         text = f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing"
         said.append(Information(text))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from joblib import Memory
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -22,11 +23,19 @@ from typing_extensions import override
 from ...config.grid_plan import Fingerprint
 from ...tasks.segmentation import Segmentation
 from ...utils.errors import FedshiftError, Ref, UsageError
-from ...utils.words import join_some
+from ...utils.words import Information, join_some
 from ..decoding.dicom import CLOSE, find_slices
 from ..decoding.images import Unreadable
+from ..decoding.ranges import Window, choose_shared, parse_window
 from ..decoding.resizing import resize_volume
-from ..decoding.volumes import UNMEASURED, VolumeHeader, Window, decode_volume, digest_voxels, parse_spacing
+from ..decoding.volumes import (
+    UNMEASURED,
+    VolumeHeader,
+    decode_volume,
+    digest_voxels,
+    measure_volume,
+    parse_spacing,
+)
 from ..federation import Federation
 from ..patches import extend
 from ..schema import Schema
@@ -34,6 +43,14 @@ from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from . import image_store
 from .read_options import ReadOptions
 
+OWN_RANGE = (
+    "each medical image is scaled by its own 0.5th and 99.5th percentiles, since its file names no unit; --window "
+    "LOW,HIGH keeps values comparable where they have one, as in CT"
+)
+SHARED_RANGE = (
+    "CT: {:g} to {:g} become -1 to 1, the medians of the 0.5th and 99.5th percentiles of all training images; --window "
+    "LOW,HIGH names others"
+)
 MEASURE = "write a NIfTI file with a qform or sform, or leave it out of the plan"
 OBLIQUE = 20.0
 """Degrees against the patient's axes beyond which a notice tells of tilted images."""
@@ -198,6 +215,38 @@ def find_spacing(
     return spacing
 
 
+def find_window(
+    path: Path, headers: Mapping[str, VolumeHeader], trained: Collection[str], reading: ReadOptions
+) -> tuple[Window | None, list[str]]:
+    """Return the values that become -1 and 1, None for each image's own, and a notice; arguments as of the spacing's.
+
+    Clients that join others take those of these.
+    """
+    if isinstance(reading.schema, Schema) and reading.schema.preparation.decoding.kind == "volume":
+        return reading.schema.preparation.decoding.window, []
+    if (asked := parse_window(reading.window)) is not None or not headers:
+        return asked, []
+    if not all(header.hounsfield for header in headers.values()):
+        return None, [Information(OWN_RANGE)]
+    place = reading.cache_directory / "ranges" if image_store.can_write(reading.cache_directory) else None
+    measure = Memory(place, verbose=0).cache(_measure_stamped)
+    files = {file: path / file for file in headers if file in trained}
+    ends, _ = image_store.read_all(files, lambda file: measure(file, _stamp(file)), "ranges of CT", reading.progress)
+    window = choose_shared([*ends.values()])
+    return window, [Information(SHARED_RANGE.format(*window))] if window else []
+
+
+def _measure_stamped(file: Path, stamp: object) -> Window:  # noqa: ARG001 (joblib's key)
+    """Return :func:`measure_volume`, which is kept under the ``stamp``."""
+    return measure_volume(file)
+
+
+def _stamp(path: Path) -> list[tuple[str, int, int]]:
+    """Return the name, size and time of change of a file, or of each file in a folder."""
+    files = find_slices(path) if path.is_dir() else [path]
+    return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+
+
 def find_sizes(path: Path, headers: Mapping[str, VolumeHeader], reading: ReadOptions) -> dict[str, Shape]:
     """Return the size of each image when it is decoded; raise :class:`UsageError` if sizes differ and may not."""
     first: dict[Shape, str] = {}
@@ -308,7 +357,7 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
             if header is None or not header.measured:
                 raise UsageError(f"{client.files[row]} {UNMEASURED.partition(':')[0]}: {MEASURE}")
         found[client.name] = Fingerprint.count(
-            train.patches.extents[rows][:, ::-1].tolist(),
+            train.patches.true_sizes[rows][:, ::-1].tolist(),
             [header.spacing[::-1] for header in headers if header],
             data.task.count_classes(train.y, data.classes).tolist(),
         )

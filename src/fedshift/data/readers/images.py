@@ -11,31 +11,32 @@ one of its images is in color. Labels number the class folders of all clients, s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from ...tasks import CLASSIFICATION, Classification
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
+from ..decoding import Decoding
 from ..decoding.images import SUFFIXES, Header
+from ..decoding.ranges import choose_gray, describe_gray, parse_window
 from ..files import image_store
 from ..files import images as folders
 from ..files.image_store import ImageFile, ImageStore
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
-from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, choose_clients
+from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
+from ..schema import Schema
 
 holds = "images in class folders"
-options = frozenset({"test_fraction", "image_size", "groups"})
+options = frozenset({"test_fraction", "image_size", "groups", "window"})
 
 
 class Inspected(NamedTuple):
@@ -118,7 +119,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
 def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return each client's images; raise :class:`UsageError` for broken ones, unless they are to be left out."""
     images: Images = scan.source
-    stores = decode_images(images, scan.parts, reading, assign)
+    stores = decode_images(images, scan.parts, reading)
     broken = {file: why for store in stores for file, why in store.facts.broken.items()}
     folders.refuse_broken(images.path, broken, sum(map(len, images.clients.values())), reading)
     notices, faults = [], []
@@ -126,11 +127,12 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         files = images.clients[part.client]
         notices += folders.list_notices(part.client, files, store.facts, reading)
         faults += folders.list_faults(part.source, part.client, store.facts.broken, len(files))
+    decodings, said = choose_decodings(scan.parts, stores, reading, lambda part: assign(part, broken))
     return Loaded(
-        stores=[torch.from_numpy(store.pixels) for store in stores],
-        decodings=[store.facts.decoding for store in stores],
+        stores=[torch.from_numpy(how.rescale(store.pixels)) for store, how in zip(stores, decodings, strict=True)],
+        decodings=decodings,
         left_out=broken.keys(),
-        notices=(*notices, *folders.list_unkept(stores, reading)),
+        notices=(*notices, *said, *folders.list_unkept(stores, reading)),
         faults=tuple(faults),
     )
 
@@ -215,10 +217,7 @@ def inspect_images(
     found: dict[str, ImageStore | Inspected] = {}
     sizes: dict[tuple[int, int], str] = {}  # the first file of each (width, height)
     for name, own in clients.items():
-        fraction = None if any(file.part == "test" for file in own) else reading.test_fraction
-        choices = (asked, fraction, *["padded"] * padded)  # and groups: what is for training decides how gray is scaled
-        groups = find_groups(reading.groups, [file.path for file in own]).tolist()
-        entry = image_store.cache_entry(reading.cache_directory, path, own, name, *choices, *groups)
+        entry = image_store.cache_entry(reading.cache_directory, path, own, name, asked, *["padded"] * padded)
         if (store := image_store.load_store(entry)) is None:
             headers, broken = image_store.inspect_all(path, own, f"headers of {name}", reading.progress)
             found[name] = Inspected(entry, headers, broken)
@@ -263,8 +262,8 @@ def _find_common_size(path: Path, sizes: dict[tuple[int, int], str], cases: bool
     return next(iter(sizes), (1, 1))
 
 
-def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions, assign: Assign) -> list[ImageStore]:
-    """Return the array of each part, from the cache or decoded; training images decide how gray values are scaled."""
+def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions) -> list[ImageStore]:
+    """Return the array of each part, from the cache or decoded, with the files' values."""
     stores = []
     for part in parts:
         store, files = images.found[part.client], images.clients[part.client]
@@ -272,12 +271,37 @@ def decode_images(images: Images, parts: Sequence[Part], reading: ReadOptions, a
         if isinstance(store, Inspected):
             facts = image_store.describe_headers(store.headers, store.broken, height, width, padded=images.padded)
             store = image_store.decode_all(
-                images.path, files, facts, store.entry, f"images of {part.client}", reading.progress,
-                partial(_find_training, assign, part),
-            )  # fmt: skip
+                images.path, files, facts, store.entry, f"images of {part.client}", reading.progress
+            )
         stores.append(store)
     return stores
 
 
-def _find_training(assign: Assign, part: Part, broken: Collection[str]) -> NDArray[np.intp]:
-    return np.flatnonzero(assign(part, broken) == SPLITS.index("train"))
+def choose_decodings(
+    parts: Sequence[Part], stores: Sequence[ImageStore], reading: ReadOptions, assign: Callable[[Part], Sides]
+) -> tuple[list[Decoding], list[str]]:
+    """Return how the files of each part are decoded, and notices: one range for the gray of all clients together.
+
+    Raises :class:`UsageError` if a window is asked for images that have none, of 8 bits or floats.
+    """
+    window, notices = parse_window(reading.window), list[str]()
+    deep = [pair for pair in zip(parts, stores, strict=True) if pair[1].facts.kind == "integer"]
+    if window and len(deep) < len(parts):
+        other = next(part.client for part, store in zip(parts, stores, strict=True) if store.facts.kind != "integer")
+        raise UsageError(
+            f"{{}} is for gray of more than 8 bits, which the images of client {other!r} are not: leave it out",
+            Ref(window=reading.window),
+        )
+    joined = reading.schema.preparation.decoding if isinstance(reading.schema, Schema) else None
+    if joined and joined.kind == "integer":
+        window = joined.window
+    elif deep and not window:
+        levels = [
+            store.facts.levels[part.files[row]]
+            for part, store in deep
+            for row in np.flatnonzero(assign(part) == SPLITS.index("train"))
+        ]
+        window, count = choose_gray(levels)
+        notices.append(describe_gray(window, count, sum(each[0] for each in levels)))
+    kinds: list[Any] = [store.facts.kind for store in stores]
+    return [Decoding(kind=kind, window=window if kind == "integer" else None) for kind in kinds], notices

@@ -27,10 +27,10 @@ from ..files.image_store import ImageStore
 from ..files.masks import Pair
 from ..files.read_options import ReadOptions
 from ..scan import Assign, Loaded, Scan
-from .images import Images, decode_images, inspect_images, list_clients, make_part, require_task
+from .images import Images, choose_decodings, decode_images, inspect_images, list_clients, make_part, require_task
 
 holds = "images with masks"
-options = frozenset({"test_fraction", "image_size", "groups"})
+options = frozenset({"test_fraction", "image_size", "groups", "window"})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,7 +94,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return each client's images; raise :class:`UsageError` for broken files, unless they are to be left out."""
     found: _Masked = scan.source
     images = found.images
-    stores = decode_images(images, scan.parts, reading, assign)
+    stores = decode_images(images, scan.parts, reading)
     both = [*stores, *found.masks.values(), *found.fields.values()]
     broken = {file: why for store in both for file, why in store.facts.broken.items()}
     counts = {name: (3 if name in found.fields else 2) * len(own) for name, own in found.pairs.items()}
@@ -115,15 +115,16 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         outside = {name: float((store.pixels == 0).mean()) for name, store in found.fields.items()}
         shares = ", ".join(f"{share:.0%} at {name!r}" for name, share in outside.items())
         notices.append(Information(f"pixels outside of the fields of view are ignored: {shares}"))
+    decodings, said = choose_decodings(scan.parts, stores, reading, lambda part: assign(part, left_out))
     return Loaded(
-        stores=[torch.from_numpy(store.pixels) for store in stores],
-        decodings=[store.facts.decoding for store in stores],
+        stores=[torch.from_numpy(how.rescale(store.pixels)) for store, how in zip(stores, decodings, strict=True)],
+        decodings=decodings,
         extents=[
             store.facts.list_extents(images.clients[part.client])
             for part, store in zip(scan.parts, stores, strict=True)
         ],
         left_out=left_out,
-        notices=(*notices, *folders.list_unkept(both, reading)),
+        notices=(*notices, *said, *folders.list_unkept(both, reading)),
         faults=tuple(faults),
     )
 

@@ -19,6 +19,7 @@ from ...tasks.segmentation import Segmentation
 from ...utils.errors import UsageError
 from ...utils.words import Information
 from ..decoding import Decoding
+from ..decoding.ranges import Window, parse_window
 from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
 from ..decoding.volumes import (
     READABLE,
@@ -28,7 +29,6 @@ from ..decoding.volumes import (
     find_difference,
     is_volume,
     parse_spacing,
-    parse_window,
     read_volume_header,
 )
 from ..files import image_store
@@ -44,6 +44,7 @@ from ..files.volumes import (
     compare_grids,
     find_sizes,
     find_spacing,
+    find_window,
     list_unplaced,
     refuse_other_kinds,
 )
@@ -64,6 +65,7 @@ class _Volumes:
     Attributes:
         path: Directory of the clients.
         spacing: Millimeters to which images are resampled; empty: they keep their voxels.
+        window: Values that become -1 and 1; None: each image's own.
         pairs: Files of each client.
         channels: Number of channels of all images.
         sizes: Voxels of each client's images, ``[N, axes]``; without patches all are equal.
@@ -74,6 +76,7 @@ class _Volumes:
 
     path: Path
     spacing: tuple[float, ...]
+    window: Window | None
     pairs: dict[str, tuple[Pair, ...]]
     channels: int
     sizes: dict[str, NDArray[np.int64]]
@@ -130,6 +133,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         if side == SPLITS.index("train")
     }
     spacing = find_spacing(source, shown, trained or set(shown), reading)
+    window, ranges = find_window(source, shown, trained or set(shown), reading)
     before = {every[mask.path]: headers[image.path].spacing for image, mask in flat if image.path in headers}
     if spacing:
         shown = {file: header.resample(spacing) for file, header in shown.items()}
@@ -185,11 +189,12 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
         classes=classes,
         checked=True,
         note="{samples} medical images with masks of {clients} clients",
-        notices=(*notices, *pairing.describe_values(white, pairs), *resampled, *said),
+        notices=(*notices, *pairing.describe_values(white, pairs), *resampled, *ranges, *said),
         faults=tuple(faults),
         source=_Volumes(
             path=source,
             spacing=spacing,
+            window=window,
             pairs=pairs,
             sizes=found,
             broken=broken,
@@ -202,7 +207,7 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
 def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     """Return stores that decode each client's images when a batch needs them."""
     found: _Volumes = scan.source
-    recent, window = RecentArrays(KEPT), parse_window(reading.window)
+    recent = RecentArrays(KEPT)
     cases = bool(reading.patch or found.spacing)
 
     def list_entries(client: str) -> list[Path]:
@@ -210,7 +215,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         images = [image for image, _ in found.pairs[client]] if cases else []
         return [
             image_store.cache_entry(
-                reading.cache_directory, found.path, [image], "volume", window, found.spacing, reading.image_size,
+                reading.cache_directory, found.path, [image], "volume", found.window, found.spacing, reading.image_size,
                 *list_slices(found.path / image.path),
             )
             for image in images
@@ -227,14 +232,14 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
                 recent,
                 extents=own if reading.patch and reading.image_size is None else None,
                 kept=list_entries(part.client),
-                window=window,
+                window=found.window,
                 spacing=found.spacing,
                 headers=[found.headers.get(file) for file in part.files],
             )
             for part, own in zip(scan.parts, sizes, strict=True)
         ],
         extents=sizes,
-        decodings=[Decoding(kind="volume", window=window, spacing=found.spacing)] * len(scan.parts),
+        decodings=[Decoding(kind="volume", window=found.window, spacing=found.spacing)] * len(scan.parts),
         left_out=pairing.list_left_out(found.pairs, found.broken),
         notices=(Information(f"{reading.cache_directory} {UNKEPT}"),) if unkept else (),
     )

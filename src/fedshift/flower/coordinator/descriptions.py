@@ -21,6 +21,8 @@ from typing_extensions import override
 from ...config.spec import CompareSpec, RunSpec
 from ...data.agreement import KINDS, refuse_other_labels, refuse_other_scales
 from ...data.columns import Column, Holds, feature_offsets
+from ...data.decoding import FileKind
+from ...data.decoding.ranges import Window
 from ...data.federation import PLURALS, ClientData, Federation
 from ...data.files.images import sort_classes
 from ...data.inputs import MOST_INPUTS, require_layout
@@ -56,6 +58,7 @@ class SiteDescription:
     ``samples``: number in each split. ``labels``: number of training samples of each class; None: not disclosed.
     ``task``: name and fields. ``scale``: name of the samples' scaling in :data:`~fedshift.data.sources.SCALES`, if it
     does not depend on the samples. ``values``: kind of values of each split (:data:`~fedshift.data.agreement.KINDS`).
+    ``files``, ``window``: kind of files, and the values that become -1 and 1, of a decoding.
     ``inputs``: layout of a sample's row if a network has several inputs. ``measures``: splits on which models may be
     measured. ``validates``: True for a site that does not train, and reports only its number of test samples.
     """
@@ -73,6 +76,8 @@ class SiteDescription:
     task: Mapping[str, Any] = field(default_factory=lambda: describe_task(CLASSIFICATION))
     scale: str = ""
     values: Mapping[Split, str] = field(default_factory=dict)
+    files: FileKind = "array"
+    window: Window | None = None
     inputs: Annotated[Inputs, Field(max_length=MOST_INPUTS)] = ()
     measures: tuple[Literal["test", "validation"], ...] = ("test",)
     validates: bool = False
@@ -105,6 +110,7 @@ class SiteDescription:
         yield "measures", splits >= set(self.measures), "these are splits of its samples"
         yield "dtype", self.dtype in NUMPY_TYPES, f"one of {', '.join(NUMPY_TYPES)}"
         yield "shape", math.prod(self.shape) <= MOST_VALUES, f"a sample has at most {MOST_VALUES} values"
+        yield "window", not self.window or self.window[0] < self.window[1], "two rising numbers"
         yield "values", set(self.values.values()) <= set(KINDS), f"each of {', '.join(KINDS)}"
         shapes, names = [each.shape for each in self.inputs], {each.name for each in self.inputs}
         sound = len(names) == len(shapes) and min((size for shape in shapes for size in shape), default=1) > 0
@@ -252,6 +258,9 @@ def _list_traits(client: SiteDescription, kind: Task) -> Iterator[tuple[str, str
     yield f"{client.dtype} samples{shape}", "give all one type and shape (image_size in the settings, or same columns)"
     if client.dtype == "uint8":
         yield f"pixels scaled by {client.scale or 'its own images'}", "give one scaling (normalize in the settings)"
+    elif client.window:
+        low, high = client.window
+        yield f"values from {low:g} to {high:g} as -1 to 1", "give one range (window in the settings, LOW,HIGH)"
 
 
 def _spell(task: Task) -> str:

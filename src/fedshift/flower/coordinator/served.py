@@ -12,7 +12,7 @@ from ...config.seeds import parse_seeds
 from ...config.settings_file import FILE
 from ...config.spec import CompareSpec, RunSpec
 from ...data.decoding import Decoding
-from ...data.decoding.volumes import parse_spacing, parse_window
+from ...data.decoding.volumes import parse_spacing
 from ...data.federation import Federation
 from ...data.patches import Patches, parse_size
 from ...data.sources import SCALES
@@ -43,7 +43,7 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
         raise UsageError(f"the samples of {directory} are scaled by values that only their sites know: {AT_SITE}")
     spec = replace(spec, engine="sequential", workers=None, device="cpu", log=None)
     with trust_only(code, directory / FILE):
-        data = _describe_files(registry.to_federation(spec.classes, spec.task), spec).normalize(SCALES[scales.pop()])
+        data = _describe_files(registry, spec).normalize(SCALES[scales.pop()])
         experiment = Experiment(
             methods=make_methods(spec), data=data,
             model=resolve_model(spec.model, data.sample_shape, data.task, data.inputs),
@@ -53,8 +53,9 @@ def load_served(directory: Path, code: Collection[str] = ()) -> Experiment:
     return select_trials(experiment.keep_labels(directory))
 
 
-def _describe_files(data: Federation, spec: RunSpec | CompareSpec) -> Federation:
-    """Return ``data`` with what the settings say of sites' files: patches, and how medical images are decoded."""
+def _describe_files(registry: ClientRegistry, spec: RunSpec | CompareSpec) -> Federation:
+    """Return the sites' data with what is known of their files: patches, and how they are decoded."""
+    data: Federation = registry.to_federation(spec.classes, spec.task)
     axes = len(data.sample_shape) - 1
     if spec.patch:
         data = data.cut_patches(parse_size(spec.patch))
@@ -63,11 +64,11 @@ def _describe_files(data: Federation, spec: RunSpec | CompareSpec) -> Federation
         data = data.map_splits(
             lambda split: split.with_patches(Patches.whole(split.shape[1:], whole, len(split.store), resized=whole))
         )
-    if not (spec.spacing or spec.window):
+    kinds, steps = {client.files for client in registry.clients}, parse_spacing(spec.spacing)
+    if kinds == {"array"} or len(kinds) > 1 or "signal" in kinds:
         return data
-    steps = parse_spacing(spec.spacing)
-    steps = steps * axes if len(steps) == 1 else steps
-    how = Decoding(kind="volume", window=parse_window(spec.window), spacing=steps)
+    window = next((client.window for client in registry.clients), None)
+    how = Decoding(kind=kinds.pop(), window=window, spacing=steps * axes if len(steps) == 1 else steps)
     return replace(data, clients=tuple(replace(client, decoding=how) for client in data.clients))
 
 

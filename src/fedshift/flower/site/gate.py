@@ -11,7 +11,7 @@ from __future__ import annotations
 import getpass
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
@@ -60,7 +60,7 @@ QUESTIONS: Mapping[str, Asks] = MappingProxyType({
     "describe": Asks(
         answer="described", spends="descriptions", of_trial=False, facts=frozenset(
             {"name", "version", "shape", "dtype", "classes", "class_names", "columns", "samples", "labels", "task",
-             "validates", "scale", "values", "inputs", "measures"}
+             "validates", "scale", "values", "files", "window", "inputs", "measures"}
         ),
     ),
     "review": Asks(answer="agreed", facts=frozenset({"name"})),
@@ -269,7 +269,8 @@ def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
     lines = [
         f"name {facts['name']!r}; samples: {samples}, models are measured on {', '.join(facts['measures']) or 'none'}; "
         f"{facts['dtype']} of shape {shape}, {', '.join(sorted(set(facts['values'].values()))) or 'of no known kind'}, "
-        f"scaled by {facts['scale'] or 'the site itself'}; task {facts['task'].get('name')}",
+        f"scaled by {facts['scale'] or 'the site itself'}{_describe_range(facts['window'])}; "
+        f"task {facts['task'].get('name')}",
         f"{facts['classes']} classes{': ' + ', '.join(names) if names else ', without names'}",
     ]
     if facts["columns"]:
@@ -279,6 +280,10 @@ def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
     told = "not disclosed" if labels is None else f"{', '.join(map(str, labels))} ({counts})"
     lines.append(f"training samples by class: {told}")
     return [f"disclosed to the coordinator: {line}" for line in lines]
+
+
+def _describe_range(window: Sequence[float] | None) -> str:
+    return "" if window is None else f", {window[0]:g} to {window[1]:g} of its files as -1 to 1"
 
 
 def _describe_upload(answer: Exchange, trial: SiteTrial) -> dict[str, Any]:

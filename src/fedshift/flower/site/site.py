@@ -190,7 +190,7 @@ class Site:
             "measures": [name for name in SPLITS if samples.get(name, 0) >= least],
             "scale": next((name for name, scale in SCALES.items() if scale == client.train.normalization), ""),
             "values": {name: values[name] for name in values if name in samples},
-            "inputs": list(map(asdict, data.inputs)),
+            "inputs": list(map(asdict, data.inputs)), "files": client.decoding.kind, "window": client.decoding.window,
         }  # fmt: skip
         self._described = data.fingerprint
         does = f"{VALIDATES}, on {samples['test']} test samples"

@@ -1,0 +1,190 @@
+"""Pixels of pictures of every kind, against the numbers that a small writer of the test puts into the file."""
+
+import struct
+import zlib
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from fedshift.data.decoding import Decoding, decode
+from fedshift.data.decoding.images import Unreadable, decode_image, read_header
+
+DRAWS = np.random.default_rng(0)
+BYTES = DRAWS.integers(0, 256, (6, 5)).astype(np.uint8)
+DEEP = DRAWS.integers(0, 65536, (6, 5)).astype(np.uint16)
+REAL = DRAWS.random((6, 5))
+COLOR = DRAWS.integers(0, 256, (6, 5, 3)).astype(np.uint8)
+
+
+def write_tiff(path, pixels, *, photometric=1, bits=None, order="<", big=False, **tags):
+    """Write ``[H, W]`` or ``[H, W, C]`` as one strip; ``bits``: of packed samples, whose bytes are given by rows."""
+    height, width, channels = (*pixels.shape, 1)[:3]
+    content = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
+    if bits:
+        rows = np.unpackbits(pixels[..., None], axis=-1)[..., 8 - bits :].reshape(height, -1)
+        content = np.packbits(rows, axis=1).tobytes()
+    kinds = {"u": 1, "i": 2, "f": 3}
+    entries = {
+        256: (4, [width]), 257: (4, [height]), 258: (3, [bits or 8 * pixels.itemsize] * channels), 259: (3, [1]),
+        262: (3, [photometric]), 273: (4, [0]), 277: (3, [channels]), 278: (4, [height]), 279: (4, [len(content)]),
+        339: (3, [kinds[pixels.dtype.kind]] * channels),
+    }  # fmt: skip
+    entries |= {int(tag.removeprefix("t")): value for tag, value in tags.items()}
+    size, inline = (20, 8) if big else (12, 4)
+    start = (16 if big else 8) + (16 if big else 6) + size * len(entries)
+    directory, extra = b"", b""
+    for tag, (kind, values) in sorted(entries.items()):
+        packed = struct.pack(f"{order}{len(values)}{'HI'[kind == 4]}", *values)
+        if tag == 273:
+            packed = b"STRIP"[:4]
+        if len(packed) > inline:
+            extra, packed = extra + packed, struct.pack(f"{order}{'IQ'[big]}", start + len(extra))
+        directory += struct.pack(f"{order}HH{'IQ'[big]}", tag, kind, len(values)) + packed.ljust(inline, b"\0")
+    directory = directory.replace(b"STRI", struct.pack(f"{order}I", start + len(extra)))
+    mark = b"II" if order == "<" else b"MM"
+    head = (
+        struct.pack(f"{order}HHHQQ", 43, 8, 0, 16, len(entries))
+        if big
+        else struct.pack(f"{order}HIH", 42, 8, len(entries))
+    )
+    path.write_bytes(mark + head + directory + bytes(inline) + extra + content)
+
+
+def write_png(path, rows, bits, kind=0, chunks=()):
+    """Write ``rows`` of bytes as a PNG file of ``bits`` and color type ``kind``."""
+    height, width = rows.shape[0], rows.shape[1] * 8 // bits if kind == 0 and bits < 8 else rows.shape[1]
+    head = struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0)
+    data = b"".join(b"\0" + row.tobytes() for row in rows)
+    blocks = [(b"IHDR", head), *chunks, (b"IDAT", zlib.compress(data)), (b"IEND", b"")]
+    path.write_bytes(b"\x89PNG\r\n\x1a\n" + b"".join(
+        struct.pack(">I", len(block)) + name + block + struct.pack(">I", zlib.crc32(name + block))
+        for name, block in blocks
+    ))  # fmt: skip
+
+
+def tiff(pixels, **options):
+    return lambda path: write_tiff(path.with_suffix(".tif"), pixels, **options)
+
+
+def pillow(suffix, image, **options):
+    return lambda path: image.save(path.with_suffix(suffix), **options)
+
+
+def png(rows, bits, kind=0, chunks=()):
+    return lambda path: write_png(path.with_suffix(".png"), rows, bits, kind, chunks)
+
+
+def text(suffix, content):
+    return lambda path: path.with_suffix(suffix).write_bytes(content)
+
+
+def pack(values, bits):
+    return np.packbits(np.unpackbits(values[..., None], axis=-1)[..., 8 - bits :].reshape(len(values), -1), axis=1)
+
+
+SMALL = DRAWS.integers(0, 4, (6, 8)).astype(np.uint8)
+HALVES = DRAWS.integers(0, 16, (6, 8)).astype(np.uint8)
+SIGNED = DRAWS.integers(0, 128, (6, 5)).astype(np.int8)
+ORDERS = {"TIFF": ("<", False), "TIFF of a big end": (">", False), "BigTIFF": ("<", True)}
+CASES = {
+    **{f"{name} of {bits}": (tiff(pixels, order=order, big=big), kind, values) for name, (order, big) in ORDERS.items()
+       for bits, pixels, kind, values in (
+           (8, BYTES, "byte", BYTES), (16, DEEP, "integer", DEEP), (32, REAL.astype(np.float32), "real", REAL))},
+    **{f"white is 0 of {bits}": (tiff(pixels, photometric=0, order=order), kind, values)
+       for bits, order, pixels, kind, values in (
+           ("8", "<", BYTES, "byte", 255 - BYTES), ("16", "<", DEEP, "integer", 65535 - DEEP),
+           ("32, floats", "<", REAL.astype(np.float32), "real", 1 - REAL))},
+    "signed of 8": (tiff(SIGNED), "integer", SIGNED),
+    "signed of 16": (tiff(SIGNED.astype(np.int16) * 100), "integer", SIGNED * 100.0),
+    "signed of 32": (tiff(SIGNED.astype(np.int32) * 100), "integer", SIGNED * 100.0),
+    "unsigned of 32": (tiff(DEEP.astype(np.uint32)), "integer", DEEP),
+    "TIFF of 4 bits": (tiff(HALVES, bits=4), "byte", HALVES * 17),
+    "TIFF in color": (tiff(COLOR, photometric=2), "byte", COLOR),
+    "TIFF by planes": (tiff(np.ascontiguousarray(COLOR), photometric=2), "byte", COLOR),
+    "LZW with a predictor": (pillow(".tif", Image.fromarray(COLOR), compression="tiff_lzw",
+                                    tiffinfo={317: 2}), "byte", COLOR),
+    "deflated floats": (pillow(".tif", Image.fromarray(REAL.astype(np.float32)), compression="tiff_adobe_deflate"),
+                        "real", REAL),
+    "fax": (pillow(".tif", Image.fromarray(BYTES > 99), compression="group4"), "byte", (BYTES > 99) * 255),
+    "PNG of 2 bits": (png(pack(SMALL, 2), 2), "byte", SMALL * 85),
+    "PNG of 4 bits": (png(pack(HALVES, 4), 4), "byte", HALVES * 17),
+    "PNG of 16 bits": (png(DEEP.astype(">u2"), 16), "integer", DEEP),
+    "PNG of 16 bits in color": (png(np.stack([DEEP] * 3, -1).astype(">u2"), 16, 2), "byte",
+                                np.stack([DEEP >> 8] * 3, -1)),
+    "PNG with gamma": (png(BYTES, 8, 0, [(b"gAMA", struct.pack(">I", 100000))]), "byte", BYTES),
+    "PGM of 12 bits": (text(".pgm", b"P5 5 6 4095\n" + (DEEP >> 4).astype(">u2").tobytes()), "integer",
+                       np.round((DEEP >> 4) * (65535 / 4095))),
+    "PGM of 16 bits": (text(".pgm", b"P5 5 6 65535\n" + DEEP.astype(">u2").tobytes()), "integer", DEEP),
+    "PBM": (text(".pbm", b"P4 8 6\n" + np.packbits(SMALL > 1, axis=1).tobytes()), "byte", (SMALL < 2) * 255),
+    "BMP": (pillow(".bmp", Image.fromarray(COLOR)), "byte", COLOR),
+    "GIF": (pillow(".gif", Image.fromarray(BYTES)), "byte", BYTES),
+}  # fmt: skip
+"""A function that writes the file, the kind of its pixels, and their values."""
+
+
+@pytest.mark.sampled(12)
+@pytest.mark.parametrize("case", CASES)
+def test_pixels_of_each_kind_are_those_that_were_written(tmp_path, case):
+    save, kind, values = CASES[case]
+    save(tmp_path / "x")
+    (file,) = tmp_path.iterdir()
+    header = read_header(file)
+    channels = header.channels if values.ndim == 2 else 3
+    pixels, _ = decode(file, Decoding(kind=kind), channels)
+    wanted = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
+    assert (header.kind, header.height, header.width) == (kind, *values.shape[:2])
+    np.testing.assert_allclose(pixels, np.broadcast_to(wanted, pixels.shape), atol=1e-6)
+
+
+MASKS = {
+    "PNG of 1 bit": (png(pack(SMALL // 2, 1), 1), SMALL // 2),
+    "PNG of 2 bits": (png(pack(SMALL, 2), 2), SMALL),
+    "PNG of 4 bits": (png(pack(HALVES, 4), 4), HALVES),
+    "PNG of a palette of 2 bits": (png(np.pad(SMALL, 0), 8, 3, [(b"PLTE", bytes(range(12)))]), SMALL),
+    "PNG of 16 bits": (png(HALVES.astype(">u2"), 16), HALVES),
+    "TIFF of 2 bits": (tiff(SMALL, bits=2), SMALL),
+    "TIFF of 4 bits": (tiff(HALVES, bits=4), HALVES),
+    "TIFF of floats": (tiff(HALVES + np.float32(0.001)), HALVES),
+    "TIFF of signed": (tiff(HALVES.astype(np.int8)), HALVES),
+    "PGM of 4 values": (text(".pgm", b"P5 8 6 3\n" + SMALL.tobytes()), SMALL),
+    "plain PGM": (text(".pgm", f"P2 8 6 15\n{' '.join(map(str, HALVES.flat))}\n".encode()), HALVES),
+    "PGM of 300 values": (text(".pgm", b"P5 8 6 300\n" + HALVES.astype(">u2").tobytes()), HALVES),
+}  # fmt: skip
+
+
+@pytest.mark.sampled(5)
+@pytest.mark.parametrize("case", MASKS)
+def test_masks_hold_the_class_numbers_that_were_written(tmp_path, case):
+    save, classes = MASKS[case]
+    save(tmp_path / "x")
+    (file,) = tmp_path.iterdir()
+    assert np.array_equal(decode_image(file, kind="mask")[0][0], classes)
+
+
+@pytest.mark.parametrize(
+    ("save", "kind", "message"),
+    [
+        (tiff(SIGNED - np.int8(127)), "integer", r"has values from -\d+ to -?\d+, not in 0..65535"),
+        (tiff((SIGNED - np.int8(127)).astype(np.int16)), "integer", r"has values from -\d+ to -?\d+, not in 0..65535"),
+        (tiff(np.float32(REAL * 255)), "real", r"has values from [\d.]+ to [\d.]+, not in 0..1"),
+        (tiff(np.float32(REAL)), "mask", r"is a mask with the fraction 0\.\d+: give class numbers in 0..255"),
+        (tiff(BYTES), "integer", "has 8-bit pixels, not gray of more than 8 bits"),
+        (tiff(REAL), "real", "or has pixels that Pillow does not read, such as floats of 64 bits"),
+        (tiff(DEEP, photometric=0, order=">"), "integer", "or has pixels that Pillow does not read"),
+    ],
+)  # fmt: skip
+def test_pixels_without_a_known_range_are_refused(tmp_path, save, kind, message):
+    save(tmp_path / "x")
+    (file,) = tmp_path.iterdir()
+    with pytest.raises(Unreadable, match=message):
+        decode_image(file, kind=kind)
+
+
+def test_a_header_says_that_a_picture_is_turned(tmp_path):
+    for value in (1, 3, 6):
+        exif = Image.Exif()
+        exif[0x0112] = value
+        Image.fromarray(COLOR).save(tmp_path / "x.jpg", exif=exif)
+        header = read_header(tmp_path / "x.jpg")
+        assert (header.turned, header.height) == (value > 1, 5 if value == 6 else 6)
