@@ -294,8 +294,9 @@ DATA = (
           "tests/data/test_partition.py"),
     Fault("joined-stores-start-at-0", "data/samples.py", "number_rows", "starts[part.store, key] + part.rows",
           "part.rows", "tests/data/test_lazy_datasets.py tests/data/test_stores.py tests/data/test_samples.py"),
-    Fault("missing-category-is-none-of-them", "data/files/table_schema.py", "fill_cells", "out[place < 0] = np.nan",
-          "pass", "tests/data/files/test_tables.py"),
+    Fault("missing-category-is-none-of-them", "data/readers/tables.py", "spread",
+          "np.where(np.isnan(values)[:, None], np.nan, ", "np.where(False, np.nan, ",
+          "tests/data/files/test_tables.py"),
 )  # fmt: skip
 
 JUDGMENTS = (
@@ -305,11 +306,13 @@ JUDGMENTS = (
           "tests/export/test_export.py"),
     Fault("units-judged-by-means-alone", "data/usual_values.py", "UsualValues.list_apart", "& (not few)", "& False",
           "tests/data/test_far_values.py"),
-    Fault("far-values-judged-after-scaling", "data/files/table_schema.py", "prepare_rows",
-          "find_outlying(x[:, features.start])", "find_outlying(x[:, features.start] * 0)",
+    Fault("far-values-judged-after-scaling", "data/readers/tables.py", "prepare_rows",
+          "find_outlying(values[:, 0])", "find_outlying(values[:, 0] * 0)",
           "tests/data/checks/test_quality.py"),
-    Fault("codes-for-missing-values-are-numbers", "data/files/table_schema.py", "ColumnContents.update",
-          "codes.setdefault(word, f", "codes.get(word, f", "tests/data/files/test_tables.py"),
+    Fault("codes-for-missing-values-are-numbers", "data/readers/tables.py", "_describe_numerals",
+          "if text.lower() in CODES", "if text in ()", "tests/data/files/test_tables.py"),
+    Fault("a-point-is-always-decimal", "data/columns.py", "_find_point", '"?" if re', '"." if re',
+          "tests/data/files/test_table_texts.py"),
     Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
           "tests/data/checks/test_quality.py"),
 )  # fmt: skip

@@ -11,7 +11,7 @@ from typing import ClassVar
 import numpy as np
 import pytest
 
-from fedshift.data.pickles import load_pickle, read_pickle
+from fedshift.data.formats import load_pickle, read_pickle
 from fedshift.utils.errors import UsageError
 
 RANDOM = np.random.default_rng(0)

@@ -38,8 +38,8 @@ class LazyDataset:
         dataset: A torch dataset of pairs (input, target) or of dictionaries with both, or a HuggingFace dataset.
         targets: Targets of all items; None: the dataset's ``targets``, or else found by decoding every item once.
         workers: Number of processes that decode a batch together; fewer than 2: no extra processes.
-        cache_bytes: Size in bytes of a cache of the most recently used decoded items. With a cache, random transforms
-            draw only once for each item.
+        cache_bytes: Size in bytes of a cache of the first decoded items. With a cache, random transforms draw only once
+            for each item.
 
     """
 
@@ -116,7 +116,7 @@ def find_targets(given: LazyDataset, where: str, target: str | None = None) -> N
 
 
 def _take_items(data: Any, read: Callable[[Any], Any]) -> Any:
-    """Return what ``read`` returns for the items of a dataset, of a subset for its own; None if it returns None."""
+    """Return what ``read`` returns for all items of a dataset, or for those in a subset; None if it returns None."""
     if isinstance(data, LazyDataset):
         return _take_items(data.dataset, read)
     if isinstance(data, Subset):
@@ -277,7 +277,7 @@ def read_item(data: Any, number: int, where: str, split: Item) -> tuple[Any, NDA
 
 
 def _to_pixels(x: Any) -> Any:
-    """Return gray values or colors of a picture, whatever its mode, composited over white; else ``x`` itself."""
+    """Return a picture in gray or RGB, composited over white; else ``x`` itself."""
     if not isinstance(x, Image.Image) or x.mode in ("L", "RGB", "F") or x.mode.startswith("I"):
         return x
     if "transparency" in x.info or x.mode in ("LA", "La", "PA", "RGBA", "RGBa"):

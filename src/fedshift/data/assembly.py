@@ -126,8 +126,8 @@ def assemble(reader: Reader, scan: Scan, reading: ReadOptions) -> Federation:
     )
     if not reading.patch:
         return whole
-    extents = {id(store): each for store, each in zip(loaded.stores, loaded.extents, strict=False)}
-    return whole.cut_patches(reading.patch_size, extents=extents, fixed=reading.image_size is not None)
+    true_sizes = dict(zip(loaded.stores, loaded.extents, strict=False))
+    return whole.cut_patches(reading.patch_size, true_sizes=true_sizes, resized=reading.image_size is not None)
 
 
 def _name_clients(scan: Scan) -> Scan:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from ..utils.errors import UsageError
+from .identity import match_name
 
 MISSING = ("", "?", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "NULL", "null")
 """Texts that mark a missing value, after surrounding spaces are removed."""
@@ -39,8 +40,8 @@ _NUMERAL = re.compile(
     r"(?P<digits>\d(?:[\d.,' ]*\d)?[.,]?|[.,]\d+)(?P<power>[eEdD][-+]?\d+)?\)?"
     r"(?: ?(?P<after>%|‰|°[CF]?|[$€£¥])|(?: |(?=[^\W\d_]{2}))(?P<unit>[^\W\d_]+(?:/[^\W\d_]+)?[23²³]?))?"
 )
-_CODED = re.compile(r"\d+ ?[-\u2013] ?\d+|\d+(\.\d+){2,}")
-"""A range or a version: digits that are no measurement."""
+_CODED = re.compile(r"(0x)?[\da-fA-F]+([ .\u2013-][\da-fA-F]+)*")
+"""A range, a version, a telephone number or another code: digits that are no measurement."""
 _MONTH = (
     r"(jan|feb|fév|mar|mär|apr|avr|abr|may|mai|jun|juin|jul|juil|aug|aoû|ago|sep|oct|okt|nov|dec|dez|déc|dic|ene)"
     r"[^\W\d_]*\.?"
@@ -84,12 +85,13 @@ class Column:
             return [float("nan")] * self.width
         if self.categories is None:
             return [self._read_number(text, value)]
-        if text not in self.categories:
+        known = match_name(text, self.categories)
+        if known is None:
             raise UsageError(
                 f"column {self.name!r} holds one of {', '.join(self.categories)}, not {value!r}: give one of them, or "
                 "None where it is missing"
             )
-        return [float(text == category) for category in self.categories]
+        return [float(known == category) for category in self.categories]
 
     def _read_number(self, text: str, value: Any) -> float:
         if text.lower() in CODES:

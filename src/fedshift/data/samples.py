@@ -418,7 +418,7 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
 def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
     """Return the patches of a store that has the rows of several, one after another."""
     some = [each for each in patches if each is not None]
-    return replace(some[0], extents=np.concatenate([each.extents for each in some])) if some else None
+    return replace(some[0], true_sizes=np.concatenate([each.true_sizes for each in some])) if some else None
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
@@ -445,7 +445,7 @@ def digest_samples(split: Samples) -> tuple[str, str]:
     facts = split.whole_shape, str(split.dtype), scaling.stamp, patches and (patches.size, patches.resized)
     found = blake2b(repr(facts).encode(), digest_size=8)
     if patches is not None:
-        found.update(patches.extents[rows].tobytes())
+        found.update(patches.true_sizes[rows].tobytes())
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
         found.update(scaling.digests[rows].tobytes())
     if isinstance(split.store, LazyStore):

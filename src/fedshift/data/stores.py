@@ -334,12 +334,11 @@ class DatasetStore(LazyStore):
         """Return the targets of all items, which are decoded once."""
         return np.stack([y for part in divide(list(range(len(self))), DECODED) for _, y in self._digest_items(part)])
 
-    def _digest_items(self, rows: Sequence[int]) -> list[tuple[Any, Array]]:
-        """Return what is decoded of ``rows``, and keep its digests."""
-        items = self._run(rows, ())
+    def _digest_items(self, rows: Sequence[int]) -> list[tuple[Array, Array]]:
+        """Return the inputs and targets of ``rows``, and keep digests of the inputs."""
+        items = self._decode_rows(rows, ())
         for row, (x, _) in zip(rows, items, strict=True):
-            require_shape(x, self._first, row, self.where)
-            self._digests[row] = np.frombuffer(digest_arrays([self._join(x, row)]), np.uint64)
+            self._digests[row] = np.frombuffer(digest_arrays([x]), np.uint64)
         return items
 
     @override
@@ -360,7 +359,7 @@ class DatasetStore(LazyStore):
 
     def _begin(self) -> None:
         self._lock = Lock()  # datasets and global generators can be used by only one thread at a time
-        self._cache = RecentArrays(self._given.cache_bytes)
+        self._cache: dict[int, Array] = {}
 
     def _decoder(self, where: str) -> tuple[Any, Item, str]:
         return self._given.dataset, self._item, where
@@ -368,16 +367,21 @@ class DatasetStore(LazyStore):
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         with self._lock:
-            key = key if self.draws else ()
-            kept = ((row, self._cache.find(row)) for row in rows.tolist())
-            found = {row: x for row, x in kept if x is not None}
-            missing = [row for row in dict.fromkeys(rows.tolist()) if row not in found]
-            for row, (x, y) in zip(missing, self._run(missing, key), strict=True):
-                self._require_same(row, x, y)
-                found[row] = self._join(x, row)
-            for row, x in found.items():
-                self._cache.keep(row, x)
-        return to_tensor(np.stack([found[row] for row in rows.tolist()]), self.where)
+            missing = [row for row in dict.fromkeys(rows.tolist()) if row not in self._cache]
+            items = dict(zip(missing, self._decode_rows(missing, key if self.draws else ()), strict=True))
+            for row, (_, y) in items.items():
+                self._require_same(row, y)
+            x = np.stack([items[row][0] if row in items else self._cache[row] for row in rows.tolist()])
+            room = self._given.cache_bytes // max(1, x[0].nbytes) - len(self._cache)
+            self._cache.update({row: items[row][0] for row in missing[: max(0, room)]})
+        return to_tensor(x, self.where)
+
+    def _decode_rows(self, rows: Sequence[int], key: Keys) -> list[tuple[Array, Array]]:
+        """Return the inputs, as a row if there are several, and the target of each of ``rows``."""
+        items = self._run(rows, key)
+        for row, (x, _) in zip(rows, items, strict=True):
+            require_shape(x, self._first, row, self.where)
+        return [(self._join(x, row), y) for row, (x, y) in zip(rows, items, strict=True)]
 
     def _run(self, rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
         """Decode ``rows``, in worker processes if there are any."""
@@ -400,8 +404,7 @@ class DatasetStore(LazyStore):
         joined: Array = join_inputs(one, self.inputs, f"{self.where}: sample {row}")[0]
         return joined
 
-    def _require_same(self, row: int, x: Any, y: Array) -> None:
-        require_shape(x, self._first, row, self.where)
+    def _require_same(self, row: int, y: Array) -> None:
         known = np.asarray(self.targets[row])
         if known.size != y.size or not np.array_equal(known.reshape(-1), y.reshape(-1)):
             raise UsageError(

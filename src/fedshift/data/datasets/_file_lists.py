@@ -23,9 +23,8 @@ from ..federation import ClientData, Federation
 from ..files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, load_store
 from ..files.images import list_files
 from ..files.read_options import Progress
-from ..formats import explain_errors
+from ..formats import explain_errors, read_pickle
 from ..partition import split_stratified
-from ..pickles import read_pickle
 
 COLUMNS = ["path", "label", "part"]
 Folders = Mapping[str, Path]

@@ -357,7 +357,7 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
             if header is None or not header.measured:
                 raise UsageError(f"{client.files[row]} {UNMEASURED.partition(':')[0]}: {MEASURE}")
         found[client.name] = Fingerprint.count(
-            train.patches.extents[rows][:, ::-1].tolist(),
+            train.patches.true_sizes[rows][:, ::-1].tolist(),
             [header.spacing[::-1] for header in headers if header],
             data.task.count_classes(train.y, data.classes).tolist(),
         )

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pandas as pd
 import pyarrow as pa
 
 from ...utils.errors import UsageError
@@ -20,7 +21,7 @@ from ..arrays import list_class_names
 from ..files.read_options import ReadOptions
 from ..scan import SPLITS, Scan, choose_clients
 from . import tables
-from .arrays import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
+from .arrays import NAME, hold_all_clients, holds_tables, is_table
 
 holds = "tables in memory"
 options = tables.options
@@ -37,12 +38,9 @@ def can_read(source: object) -> bool:
 
 def scan(source: Any, reading: ReadOptions) -> Scan:
     """Return the clients in ``source``."""
-    if is_whole(source):
-        require_column(source, reading)
+    if hold_all_clients(source, reading):
         frames = {"data": source}
     else:
-        refuse_column(reading)
-        require_names(source)
         frames = {name: source[name] for name in choose_clients(source, reading)}
         reading = replace(reading, client_column=None)
     parts = {name: _name_parts(name, given) for name, given in frames.items()}
@@ -86,8 +84,8 @@ def _join(name: str, parts: Mapping[str, Any]) -> pa.Table:
         if split and SPLIT in frame:
             raise UsageError(f"{told}: column {SPLIT!r} is named as the parts are: give it another name")
         try:
-            table = pa.Table.from_pandas(frame, preserve_index=False)
-        except pa.ArrowException as error:
+            table = pa.Table.from_pandas(frame.apply(_simplify), preserve_index=False)
+        except (pa.ArrowException, TypeError) as error:
             reasons = "; ".join(map(str, error.args))
             raise UsageError(f"{told}: {reasons}: give each column values of one type") from error
         found.append(table.append_column(SPLIT, pa.array([split] * len(table), pa.string())) if split else table)
@@ -95,3 +93,11 @@ def _join(name: str, parts: Mapping[str, Any]) -> pa.Table:
         return pa.concat_tables(found, promote_options="permissive")
     except pa.ArrowException as error:
         raise UsageError(f"client {name!r}: its parts cannot be put together: {error}") from error
+
+
+def _simplify(column: Any) -> Any:
+    """Return a series as Arrow takes it: dense if it is sparse, and intervals as categories."""
+    if isinstance(column.dtype, pd.SparseDtype):
+        return column.sparse.to_dense()
+    categories = getattr(column.dtype, "categories", column)
+    return column.astype(str).astype("category") if isinstance(categories.dtype, pd.IntervalDtype) else column

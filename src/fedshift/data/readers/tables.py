@@ -46,7 +46,7 @@ from ..columns import (
     read_numerals,
 )
 from ..files.read_options import ReadOptions
-from ..identity import group_alike, match_name, merge_names, sort_names
+from ..identity import clean_name, group_alike, match_name, merge_names, sort_names
 from ..preparation import FeatureScaling
 from ..samples import digest_each
 from ..scan import SPLITS, UNSAID, Assign, Loaded, Part, Scan, Sides, choose_clients
@@ -62,6 +62,11 @@ SIDES = {
 MOST_CLASSES, MOST_CATEGORIES, MOST_REMARKS = 100, 50, 50
 SEPARATORS = {".csv": ",", ".tsv": "\t"}
 SUFFIXES = (*SEPARATORS, ".parquet")
+TEXTS, UNREAD = (".txt", ".dat", ".data", ""), (
+    ".gz", ".bz2", ".xz", ".zst", ".zip", ".xlsx", ".xls", ".xlsm", ".ods", ".feather", ".arrow", ".pq", ".orc",
+    ".json", ".jsonl", ".sav", ".dta", ".sas7bdat", ".xpt", ".rds", ".rdata",
+)  # fmt: skip
+"""Names of files that may be tables and are not read."""
 holds = "tables"
 options = frozenset(
     {"test_fraction", "client_column", "target", "split_column", "ignore_columns", "groups", "missing", "scaling"}
@@ -288,8 +293,8 @@ def is_text(kind: Any) -> bool:
 
 
 def clean_texts(cells: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Return text cells without surrounding spaces, in Unicode's form NFC; texts in :data:`MISSING` become null."""
-    trimmed = pc.utf8_trim_whitespace(pc.utf8_normalize(cells.cast(pa.string()), form="NFC"))
+    """Return text cells without surrounding spaces; texts in :data:`MISSING` become null."""
+    trimmed = pc.utf8_trim_whitespace(cells.cast(pa.string()))
     return pc.if_else(pc.is_in(trimmed, value_set=pa.array(MISSING)), pa.scalar(None, pa.string()), trimmed)
 
 
@@ -374,7 +379,7 @@ def _read_words(cells: pa.ChunkedArray, decimal: Any) -> tuple[Numbers, list[str
     if not (is_text(cells.type) or pa.types.is_boolean(cells.type)):
         return _to_float64(cells), [], np.full(len(cells), -1), Numerals({})
     encoded = clean_texts(cells).combine_chunks().dictionary_encode()
-    distinct = encoded.dictionary.to_pylist()
+    distinct = list(map(clean_name, encoded.dictionary.to_pylist()))
     numerals = read_numerals([text for text in distinct if text.lower() not in (*CODES, *TRUTHS)], decimal)
     place = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.intp)
     return np.array([*(numerals.numbers.get(t, np.nan) for t in distinct), np.nan])[place], distinct, place, numerals
@@ -382,6 +387,7 @@ def _read_words(cells: pa.ChunkedArray, decimal: Any) -> tuple[Numbers, list[str
 
 def infer_column(seen: Cells) -> tuple[Column, str]:
     """Return a column's encoding and a notice (may be empty); raise :class:`UsageError` if it cannot be encoded."""
+    _refuse_doubt(seen)
     name, numeric = seen.name, seen.typed or len(seen.truths) > 0 or not np.isnan(seen.numbers).all()
     if not seen.texts or (not len(seen.odd) and numeric and not seen.declared):
         return Column(name=name, unit=_find_unit(seen)), _describe_numerals(seen)
@@ -392,12 +398,6 @@ def infer_column(seen: Cells) -> tuple[Column, str]:
     if seen.typed:
         raise UsageError(
             f"{where}column {name!r} holds text such as {shown} here and numbers in another file: give it one type"
-        )
-    for doubt in filter(None, (each.doubt for each in seen.numerals if not seen.declared)):
-        signed = list(dict.fromkeys([doubt, *(text for text in seen.counts if re.search("[.,]", text))]))
-        raise UsageError(
-            f"{where}column {name!r} has numbers whose commas and points may mean two things, such as "
-            f"{', '.join(map(repr, signed[:3]))}: write all decimals in one way, and no thousands separators"
         )
     if len(seen.counts) > MOST_CATEGORIES:
         raise UsageError(
@@ -437,6 +437,17 @@ def _describe_numerals(seen: Cells) -> str:
     ]))  # fmt: skip
 
 
+def _refuse_doubt(seen: Cells) -> None:
+    """Raise :class:`UsageError` if a column's texts may be two numbers each."""
+    for doubt in filter(None, (each.doubt for each in seen.numerals if not seen.declared)):
+        signed = list(dict.fromkeys([doubt, *(text for text in seen.counts if re.search("[.,]", text))]))
+        raise UsageError(
+            f"{seen.where(seen.find([doubt.lower()])[:1])}: column {seen.name!r} has numbers whose commas and points "
+            f"may mean two things, such as {', '.join(map(repr, signed[:3]))}: write all decimals in one way, and no "
+            "thousands separators"
+        )
+
+
 def _find_unit(seen: Cells) -> str:
     """Return what all texts of a column have beside their numbers; refuse several units."""
     units = {each.unit: next(iter(each.numbers)) for each in seen.numerals if each.numbers}
@@ -459,6 +470,7 @@ def match_column(column: Column, seen: Cells, other: str) -> Column:
     """Return ``column`` of ``other``, data or a model; raise :class:`UsageError` if the cells do not fit it."""
     have = f"column {column.name!r} holds"
     if column.categories is None:
+        _refuse_doubt(seen)
         if len(seen.truths) and column.holds == "numbers":
             raise UsageError(
                 f"{seen.where(seen.truths[:1])}: {have} True or False, but numbers other than 0 and 1 in {other}: "
@@ -477,7 +489,7 @@ def match_column(column: Column, seen: Cells, other: str) -> Column:
     listed = ", ".join(column.categories)
     if seen.typed:
         raise UsageError(f"{have} numbers, but text in {other}: give one of {listed}, as text")
-    if unknown := sorted(set(seen.counts).difference(column.categories)):
+    if unknown := [text for text in seen.counts if text not in column.categories]:
         raise UsageError(
             f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other}, are {listed}: call it one of "
             "them, or leave the cells empty"
@@ -577,7 +589,7 @@ def _to_texts(table: Table, name: str) -> pd.Series[str]:
         clean = clean_texts(cells)
         cells = pc.replace_substring_regex(clean, _COMMA, r"\1.\2") if table.decimal == "," else clean
     texts: pd.Series[str] = cells.to_pandas(integer_object_nulls=True).astype(object)
-    return texts if pa.types.is_string(cells.type) else texts.where(texts.isna(), texts.map(str))
+    return texts.map({value: clean_name(str(value)) for value in texts.dropna().unique()})
 
 
 # Reading
@@ -610,7 +622,22 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
                 raise UsageError(f"{by_stem[file.stem]} and {file} are both of client {file.stem!r}: keep one")
         files = [by_stem[name] for name in choose_clients(by_stem, reading)] if reading.domains else files
     name = source.resolve().name if source.is_dir() else source.resolve().stem
-    return scan_tables(list(map(read_table, files)), name, reading)
+    unread = (
+        [file.name for file in sorted(source.iterdir()) if _may_hold_rows(file, reading)] if source.is_dir() else []
+    )
+    fault = f"{join_some(unread)} in {source} may hold rows, and is left out: write {', '.join(SUFFIXES)}"
+    return replace(scan_tables(list(map(read_table, files)), name, reading), faults=(fault,) if unread else ())
+
+
+def _may_hold_rows(file: Path, reading: ReadOptions) -> bool:
+    """Return whether a file, which is not read, may be a table: by its name, or a text by its line of names."""
+    if file.is_dir() or file.name[:1] in "._" or is_table(file):
+        return False
+    if file.suffix.lower() not in TEXTS:
+        return file.suffix.lower() in UNREAD
+    with _explain_errors(file), open_regular(file) as opened:
+        cells = re.split(r"[,;\t|]", opened.readline(1 << 16).decode("latin-1").replace('"', ""))
+    return len(cells) > 1 and {cell.strip() for cell in cells}.issuperset(reading.targets)
 
 
 def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Scan:
@@ -703,7 +730,7 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
     rows = _find_rows([table], ReadOptions())
     features = []
     for column in columns:
-        seen = _read_cells(column.name, rows, column)
+        seen, _ = _merge_texts(_read_cells(column.name, rows, column), np.empty(0, object), column)
         features.append(spread(seen.read_values(match_column(column, seen, f"the model {other!r}")), column))
     return np.concatenate(features, axis=1)
 
@@ -841,6 +868,8 @@ def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOpt
                 f"{tables[0].path} has no column {name!r} of {reading.schema.name!r}, the data that it joins: "
                 f"rename a column; columns are {', '.join(names)}"
             )
+        if len(names) == 1:
+            raise UsageError(f"{tables[0].path} has one column, {names[0]!r}: separate columns by commas or tabs")
         if name not in names:
             raise unknown_name("column", name, names)
         if count > 1:

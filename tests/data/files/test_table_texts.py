@@ -1,0 +1,295 @@
+"""Texts of tables: numbers in all forms, dates, codes, separators and splits, each read by a rule, refused, or said."""
+
+import gzip
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pytest
+
+from fedshift.data.assembly import read_folder, read_source
+from fedshift.data.columns import Column, read_numerals
+from fedshift.data.files.read_options import ReadOptions
+from fedshift.data.readers.tables import read_rows
+from fedshift.utils.errors import UsageError
+
+
+def write(path: Path, cells, *, sep=",", names="age,v,ill", more=(), rows=24, before="") -> Path:
+    """Write rows of an age, one of ``cells`` and a label, and one of ``more``; return the file."""
+    frame = pd.DataFrame({"age": range(20, 20 + rows), "v": np.resize(np.array(cells, object), rows)})
+    frame["ill"] = np.arange(rows) % 2
+    if len(more):
+        frame["more"] = np.resize(more, rows)
+    frame.columns = names.split(",")
+    path.write_text(before + frame.to_csv(index=False, sep=sep))
+    return path
+
+
+def read(folder: Path, **options):
+    return read_folder(folder, **{"target": "ill", "scaling": "none", **options})
+
+
+def values(data, column=1):
+    """All values of a column of the first client, by the number in its first column."""
+    rows = np.concatenate([split.x.numpy() for split in data.clients[0].splits.values()])
+    return rows[np.argsort(rows[:, 0]), column]
+
+
+def both(folder: Path, cells, suffix="csv", **form):
+    for name in ("a", "b"):
+        write(folder / f"{name}.{suffix}", cells, **form)
+    return folder
+
+
+NUMBERS = {
+    "decimal comma": (["2,75", "3", "0,5"], [2.75, 3, 0.5]),
+    "comma and power": (["1,5E3", "2,1e-2"], [1500, 0.021]),
+    "Fortran": (["1.5D+03", "2d1"], [1500, 20]),
+    "space": (["1 200", "712", "12 345 678"], [1200, 712, 12345678]),
+    "narrow space": (["1\u202f200,5", "7\u00a0712"], [1200.5, 7712]),
+    "apostrophe": (["1'500", "1\u2019200.5"], [1500, 1200.5]),
+    "commas between thousands": (["1,234,567", "1,234", "12"], [1234567, 1234, 12]),
+    "points between thousands": (["1.234,5", "7.000", "12"], [1234.5, 7000, 12]),
+    "currency": (["$1,200.50", "$ 3"], [1200.5, 3]),
+    "currency after": (["1.200,50 \u20ac", "-3 \u20ac"], [1200.5, -3]),
+    "percent": (["12 %", "7.5%"], [12, 7.5]),
+    "unit": (["5 mg", "7.5 mg", "10mg"], [5, 7.5, 10]),
+    "unit of a power": (["21.5 kg/m\u00b2", "30 kg/m\u00b2"], [21.5, 30]),
+    "parentheses": (["(5.2)", "7"], [-5.2, 7]),
+    "minus": (["\u22125", "+3"], [-5, 3]),
+    "Arabic": (["\u0661\u0662", "\u0663\u066b\u0665"], [12, 3.5]),
+    "full width": (["\uff11\uff12", "\uff13\uff0e\uff15"], [12, 3.5]),
+    "formula": (['="12"', '="007"'], [12, 7]),
+}
+
+
+@pytest.mark.parametrize("form", NUMBERS)
+def test_numbers_in_other_forms_are_read_by_one_rule_and_said(tmp_path, form):
+    texts, numbers = NUMBERS[form]
+    data = read(both(tmp_path, texts))
+    np.testing.assert_array_equal(values(data), np.resize(np.array(numbers, np.float32), 24))
+    (said,) = data.notices
+    assert said.startswith("column 'v' holds numbers in other forms, read by one rule: ")
+    found = data.columns[1]
+    assert found.categories is None
+    single = {text: number for text, number in zip(texts, numbers, strict=True) if text not in ("7.000", "1,234")}
+    assert [found.encode(text) for text in single] == [[number] for number in single.values()]  # as exported models do
+    rows = read_rows(write(tmp_path / "new.csv", texts), data.columns, "m")
+    np.testing.assert_array_equal(rows[:, 1], np.resize(numbers, 24))
+
+
+CATEGORIES = [
+    ["C50.1", "C61"], ["A12", "B3"], ["T1", "T2"], ["stage 1", "stage 2"], ["1.2.3", "1.2.4"], ["18-30", "31-50"],
+    ["3f2504e0-4f89", "9a2504e0-4f89"], ["0x1F", "0x2A"], ["+49 30 1234", "030 99881"], ["pT1a", "pT2"], ["A+", "0-"],
+    ["1a", "2a"], ["I", "II"], ["yes", "no"], ["March", "April"],
+]  # fmt: skip
+MEASURES = [
+    [">5", "<3"], ["130/80", "120/70"], ["1:40", "1:80"], ["1:10", "1:20"], ["5 mg", "1 g"], ["2 years", "1 year"],
+    ["~5", "\u22653"], ["1st", "2nd"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("texts", CATEGORIES + MEASURES, ids=str)
+def test_codes_are_categories_and_what_may_be_measured_is_said(tmp_path, texts):
+    data = read(both(tmp_path, texts))
+    assert data.columns[1].categories == tuple(sorted(texts))
+    assert [notice.startswith("column 'v' holds text such as ") for notice in data.notices] == [True] * (
+        texts in MEASURES
+    )
+
+
+@pytest.mark.parametrize(
+    "texts",
+    [
+        ["2024-03", "2024-04"], ["1 Mar 2024", "2 Mar 2024"], ["15. M\u00e4rz 2024", "3. Mai 2024"], ["Mar 1, 2024"],
+        ["01-Jan-20", "02-Feb-21"], ["March 2024", "April 2024"], ["2024-W05", "2024-W06"], ["2024Q1", "2024 Q2"],
+        ["2024-03-01", "2024-03-02", "unknown"], ["2024-03-01T10:00", "2024-03-02T10:00"], ["12/2020", "01/2021"],
+        ["10:35", "11:20"], ["1:30:00", "1:20:00"], ["8:30 AM", "9:15 PM"], ["2024-03-01", "1.4.2024", "not seen"],
+    ],
+    ids=str,
+)  # fmt: skip
+def test_dates_and_times_are_refused_with_three_cells(tmp_path, texts):
+    with pytest.raises(UsageError) as refused:
+        read(both(tmp_path, texts))
+    assert "column 'v' holds dates or times (such as " in str(refused.value)
+    assert all(repr(text) in str(refused.value) for text in texts)
+
+
+DOUBTFUL = [(["1,234", "2,345"], ","), (["1,5", "1.25"], ","), (["19.471", "712"], ";"), (["1.5 mg", "2,5 mg"], ";")]
+
+
+@pytest.mark.parametrize(("texts", "sep"), DOUBTFUL, ids=str)
+def test_points_and_commas_that_may_mean_two_things_are_refused(tmp_path, texts, sep):
+    with pytest.raises(UsageError, match=r"a\.csv, data row \d: column 'v' has numbers whose commas and points may"):
+        read(both(tmp_path, texts, sep=sep))
+
+
+@pytest.mark.parametrize(
+    ("suffix", "sep", "texts", "numbers", "said"),
+    [
+        ("csv", ";", ["4,7", "5"], [4.7, 5], "semicolons separate its columns, and a comma in a number is its decimal"),
+        ("csv", ";", ["4.7", "5"], [4.7, 5], "semicolons separate its columns"),
+        ("csv", ";", ["4,712", "5"], [4.712, 5], "semicolons separate its columns, and a comma in a number is its dec"),
+        (
+            "tsv",
+            "\t",
+            ["4,7", "5"],
+            [4.7, 5],
+            "tabs separate its columns, and a comma in a number is its decimal point",
+        ),
+        ("csv", "\t", ["4.7", "5"], [4.7, 5], "tabs separate its columns"),
+        ("csv", "|", ["4.7", "5"], [4.7, 5], "'|' separates its columns"),
+        ("tsv", ",", ["4.7", "5"], [4.7, 5], "commas separate its columns"),
+    ],
+)
+def test_separators_and_decimal_points_are_found_in_the_file(tmp_path, suffix, sep, texts, numbers, said):
+    data = read(both(tmp_path, texts, suffix, sep=sep))
+    np.testing.assert_array_equal(values(data), np.resize(np.array(numbers, np.float32), 24))
+    assert data.notices[0].startswith(f"{tmp_path / 'a'}.{suffix}: {said}")
+
+
+@pytest.mark.parametrize("before", ["sep=;\n", "\ufeffsep=;\n", "# exported\n# by X, Y\n", "\n"])
+def test_what_precedes_the_line_of_names_is_left_out_and_said(tmp_path, before):
+    data = read(both(tmp_path, [1.5, 2], sep=";" if "sep" in before else ",", before=before))
+    assert (data.sample_shape, data.names) == ((2,), ("a", "b"))
+    assert "what precedes its line of names is left out" in data.notices[0]
+
+
+def test_points_between_thousands_are_known_from_another_column_of_the_file(tmp_path):
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.csv").write_text("v;crp;ill\n" + "19.471;4,7;1\n712;5,2;0\n" * 12)
+    data = read(tmp_path)
+    assert set(values(data, 0)) == {19471, 712}
+    assert any("'19.471' as 19471" in notice for notice in data.notices)
+
+
+def test_files_may_write_numbers_differently_but_have_one_unit(tmp_path):
+    write(tmp_path / "a.csv", ["4,5", "3,25"], sep=";")
+    write(tmp_path / "b.csv", [4.5, 3.25])
+    assert set(values(read(tmp_path))) == {4.5, 3.25}
+    write(tmp_path / "a.csv", ["5 %", "7 %"])
+    with pytest.raises(UsageError, match=r"column 'v' holds '5 %' and '4\.5' in two files: give one unit"):
+        read(tmp_path)
+
+
+def test_a_model_keeps_the_unit_of_a_column():
+    column = Column(name="dose", unit="mg")
+    assert column.encode("5 mg") == column.encode(5) == column.encode("5") == [5]
+    for other in ("5 g", "many", "1,234"):
+        with pytest.raises(UsageError, match="holds numbers in mg, not"):
+            column.encode(other)
+
+
+def test_plain_numbers_are_as_python_reads_them():
+    texts = ["1", "-2.5", "+3", "1e-3", ".5", "7.", "0012"]
+    assert read_numerals(texts).numbers == {text: float(text) for text in texts}
+
+
+# Digits
+
+
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        1_700_000_000 + np.arange(24) % 7, 20240100 + np.arange(24) % 7, 101325 + np.arange(24) / 16,
+        2**24 + np.arange(24) % 5, 1e-60 * np.arange(1, 25), 1e9 + np.arange(24), np.arange(24) / 3,
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("suffix", ["csv", "parquet"])
+def test_numbers_keep_their_digits_until_they_are_standardized(tmp_path, numbers, suffix):
+    for name in ("a", "b"):
+        frame = pd.read_csv(write(tmp_path / f"{name}.csv", numbers))
+        if suffix == "parquet":
+            frame.to_parquet(tmp_path / f"{name}.parquet")
+            (tmp_path / f"{name}.csv").unlink()
+    data = read(tmp_path, scaling="client")
+    assert len(np.unique(values(data))) == len(np.unique(numbers))
+    client = data.clients[0]
+    rows = np.concatenate([split.x.numpy() for split in client.splits.values()])
+    place = np.argsort(rows[:, 0])
+    train = np.argsort(place)[: len(client.train)]
+    own = np.array(numbers, np.float64) - numbers[0]
+    expected = (own - own[train].mean()) / own[train].std()
+    np.testing.assert_allclose(rows[place, 1], expected, rtol=1e-4, atol=1e-4)
+    assert data.schema.preparation.dtype == "float64"
+
+
+def test_differences_that_the_networks_numbers_cannot_hold_are_said(tmp_path):
+    both(tmp_path, 1_700_000_000 + np.arange(24))
+    assert any("most differences are lost" in notice and "'v'" in notice for notice in read(tmp_path).notices)
+    assert not read(tmp_path, scaling="client").notices
+
+
+# Roles
+
+
+@pytest.mark.parametrize("name", ["split", "Split", " SPLIT "])
+@pytest.mark.parametrize(
+    "words", [["training", "validation", "testing"], ["train", "dev", "test"], ["Train", "holdout", "train", "test"]]
+)
+def test_a_column_called_split_assigns_rows(tmp_path, name, words):
+    data = read(both(tmp_path, [1.5, 2], names=f"age,v,ill,{name}", more=words))
+    train = np.sort(data.clients[0].train.x.numpy()[:, 0])
+    np.testing.assert_array_equal(train, 20 + np.flatnonzero(np.resize([w.lower()[:5] == "train" for w in words], 24)))
+    assert data.sample_shape == (2,)
+
+
+def test_other_words_of_a_split_are_refused_and_other_columns_said(tmp_path):
+    with pytest.raises(UsageError, match="column 'split' holds 'external', 'test', 'train': the split of rows is one"):
+        read(both(tmp_path, [1.5, 2], names="age,v,ill,split", more=["train", "external", "test"]))
+    for name, words in (("set", ["train", "test"]), ("split", ["0", "1"])):
+        data = read(both(tmp_path, [1.5, 2], names=f"age,v,ill,{name}", more=words))
+        assert data.notices == (
+            f"column {name!r} is an input, and assigns no rows to training and testing: split_column does",
+        )
+
+
+@pytest.mark.parametrize(("labels", "names"), [(["1_1", "11"], ("11", "1_1")), (["1", "2", "3"], ("1", "2", "3"))])
+def test_labels_that_only_python_takes_for_numbers_are_words(tmp_path, labels, names):
+    frame = pd.DataFrame({"v": range(36), "ill": np.resize(labels, 36)})
+    for name in ("a", "b"):
+        frame.to_csv(tmp_path / f"{name}.csv", index=False)
+    assert read(tmp_path).class_names == names
+
+
+def test_files_beside_tables_that_may_hold_rows_are_named(tmp_path):
+    both(tmp_path, [1.5, 2])
+    text = (tmp_path / "a.csv").read_bytes()
+    (tmp_path / "c.csv.gz").write_bytes(gzip.compress(text))
+    (tmp_path / "d.xlsx").write_bytes(b"PK")
+    (tmp_path / "e.txt").write_bytes(text)
+    (tmp_path / "README.txt").write_text("Ages, and what v is\n")
+    (fault,) = read(tmp_path).faults
+    assert fault.startswith("c.csv.gz, d.xlsx, e.txt in ")
+
+
+def test_one_name_in_two_codes_is_one_category_and_one_client(tmp_path):
+    names = ["M\u00fcller", "Mu\u0308ller"]
+    frame = pd.DataFrame({"site": np.resize(names, 40), "v": np.resize([names[1], names[0], "x"], 40)})
+    frame.assign(ill=np.resize([0, 0, 1, 1], 40)).to_csv(tmp_path / "t.csv", index=False)
+    data = read(tmp_path / "t.csv", client_column="site")
+    assert (data.names, data.columns[0].categories) == ((names[0],), (names[0], "x"))
+
+
+# Frames
+
+
+@pytest.mark.parametrize(
+    ("make", "width"),
+    [
+        (lambda n: pd.arrays.SparseArray((n % 3 == 0).astype(float)), 1),
+        (lambda n: pd.cut(n % 9, [0, 3, 6, 9], include_lowest=True), 3),
+        (lambda n: pd.arrays.IntervalArray.from_breaks([0, 1, 2, 3]).take(n % 3), 3),
+        (lambda n: pd.Categorical(n % 2 / 2), 2),
+        (lambda n: pd.array(n, dtype="Int64"), 1),
+        (lambda n: [f"{k % 4},5" for k in n], 1),
+    ],
+)
+@pytest.mark.parametrize("arrow", [False, True])
+def test_frames_of_all_types_are_read(make, width, arrow):
+    frame = pd.DataFrame({"age": np.arange(24) / 7, "v": make(np.arange(24)), "ill": np.arange(24) % 2})
+    if arrow and not isinstance(frame["v"].dtype, pd.SparseDtype | pd.IntervalDtype | pd.CategoricalDtype):
+        frame = pa.Table.from_pandas(frame)
+    data = read_source({"a": frame, "b": frame}, ReadOptions(target="ill"))
+    assert data.sample_shape == (1 + width,)
