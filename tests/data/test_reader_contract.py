@@ -22,7 +22,8 @@ from fedshift.utils.errors import UsageError
 NAMES = ("ann", "bob", "cid")
 SIZES = (20, 14, 12)
 READERS = list_readers()
-OTHERS = dict.fromkeys(("npz", "npy", "hub"), "arrays")
+FOLDERS = ("images", "masks", "volumes", "signals")
+OTHERS = dict.fromkeys(("npz", "npy", "hub"), "arrays") | dict.fromkeys(FOLDERS, "folders")
 """Further kinds of sources, and the reader of each."""
 
 
@@ -122,7 +123,7 @@ def make_source(kind, folder):
     return folder, {}
 
 
-@pytest.fixture(params=[*READERS, *OTHERS], scope="module")
+@pytest.fixture(params=[*(name for name in READERS if name != "folders"), *OTHERS], scope="module")
 def kind(request):
     return request.param
 
@@ -149,16 +150,17 @@ def test_a_source_is_read_by_the_reader_of_its_kind(kind, source):
     assert find_reader(source[0]) is READERS[OTHERS.get(kind, kind)]
 
 
-def test_a_scan_says_what_is_then_loaded(kind, source):
+def test_rows_say_what_is_then_decoded(kind, source):
     given, options = source
     reading = ReadOptions(**options)
-    parts = find_reader(given).scan(given, reading).parts
+    found = find_reader(given).read(given, reading)
     made = read_source(given, reading)
-    assert made.names == tuple(dict.fromkeys(part.client for part in parts)) == NAMES
+    assert made.names == tuple(found.rows["client"].unique()) == NAMES
     for client, size in zip(made.clients, SIZES, strict=True):
-        own = [part for part in parts if part.client == client.name]
-        assert sum(len(part.y) for part in own) == sum(map(len, client.splits.values())) == size
-        assert sum(float(part.y.sum()) for part in own) == sum(float(split.y.sum()) for split in client.splits.values())
+        own = found.rows[found.rows["client"] == client.name]
+        assert len(own) == sum(map(len, client.splits.values())) == size
+        y = found.take_targets(own)
+        assert float(y.sum()) == sum(float(split.y.sum()) for split in client.splits.values())
 
 
 def test_clients_are_chosen_in_their_order_and_keep_their_samples(source):
@@ -202,7 +204,7 @@ GIVEN = {
 
 def test_a_fraction_is_refused_beside_data_that_name_their_test_samples(kind, source, tmp_path):
     given, options = source
-    if kind in ("images", "masks", "volumes", "signals"):
+    if kind in FOLDERS:
         for client in list(given.iterdir()):
             kept = client.rename(tmp_path / f"kept-{client.name}")
             client.mkdir()
@@ -228,6 +230,16 @@ def test_an_option_that_a_reader_does_not_honor_is_refused_with_those_that_do(op
     honoring = [reader.holds for reader in READERS.values() if option in reader.options]
     assert refused.value.settings == (option,)
     assert f"is for {', '.join(honoring)}, not for" in str(refused.value)
+
+
+@pytest.mark.parametrize("option", ["image_size", "window", "spacing"])
+def test_an_option_for_other_files_in_folders_is_refused(option, kind, source):
+    honored = {"images": {"image_size"}, "masks": {"image_size"}, "volumes": {"image_size", "window", "spacing"}}
+    if kind not in FOLDERS or option in honored.get(kind, ()):
+        return
+    with pytest.raises(UsageError) as refused:
+        read_source(source[0], ReadOptions(**{option: GIVEN[option]}))
+    assert refused.value.settings == (option,)
 
 
 @pytest.mark.parametrize("data", ["digits", "gaussians"])

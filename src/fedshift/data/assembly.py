@@ -81,7 +81,7 @@ def assemble(source: Source, reading: ReadOptions) -> Federation:
     _refuse_fraction(source, reading)
     for array in source.arrays[1:]:
         require_layout(array.inputs, source.arrays[0].inputs, array.where, source.arrays[0].where)
-    divide = partial(divide_rows, source, task, reading)
+    divide = partial(divide_rows, source.rows, lambda own: task.strata(source.take_targets(own)), reading)
     decoded = source.decode(divide)
     rows = source.rows.assign(split=divide(decoded.lost))
     if reading.groups is not None:
@@ -115,7 +115,7 @@ def assemble(source: Source, reading: ReadOptions) -> Federation:
     )
     if not reading.patch:
         return whole
-    sizes = {id(store): own for store, own in zip(decoded.stores, decoded.true_sizes, strict=False)}
+    sizes = dict(zip(decoded.stores, decoded.true_sizes, strict=False))
     return whole.cut_patches(reading.patch_size, true_sizes=sizes, resized=reading.image_size is not None)
 
 
@@ -272,7 +272,7 @@ def federation(
             :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
             ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``; or one
-            dataset; a fifth of it is drawn for testing. Several inputs of a sample are a dictionary of arrays in place
+            dataset or pair of arrays; a fifth of it is drawn for testing. Several inputs of a sample are a dictionary of arrays in place
             of one array, by the names of the network's parameters, and so in a dataset's samples. Datasets are read
             once: a random transform is drawn once for each sample (``augment`` draws for each batch). Inputs that are
             memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs

@@ -238,16 +238,21 @@ def choose_clients(found: Mapping[str, Any] | Iterable[str], reading: ReadOption
         raise error.about("domains") from None
 
 
-def divide_rows(source: Source, task: Task, reading: ReadOptions, lost: Collection[str]) -> NDArray[np.object_]:
-    """Return the split of each row of ``source``, without the ``lost`` files; test samples are drawn by client."""
-    rows = source.rows
+def divide_rows(
+    rows: pd.DataFrame, find_strata: Callable[[pd.DataFrame], Tensor | None], reading: ReadOptions,
+    lost: Collection[str],
+) -> NDArray[np.object_]:  # fmt: skip
+    """Return the split of each of ``rows``, without the ``lost`` files; test samples are drawn by client.
+
+    ``find_strata``: function that returns the class of each row, of which equal shares are drawn, or None.
+    """
     split: NDArray[np.object_] = np.where(rows["file"].isin(list(lost)), LOST, rows["split"])
     for client, own in rows[split == DRAWN].groupby("client", sort=False):
         rng = stream(0, "test", str(client))
         if own["group"].notna().all():
             tested = np.flatnonzero(draw_groups(own["group"].to_numpy(str), reading.test_fraction, rng))
         else:
-            strata = task.strata(source.take_targets(own))
+            strata = find_strata(own)
             y = np.zeros(len(own), np.int64) if strata is None else strata.numpy()
             tested = split_stratified(y, reading.test_fraction, rng)[1]
         split[own.index] = "train"

@@ -11,7 +11,7 @@ from PIL import Image
 
 from fedshift.data.assembly import assemble
 from fedshift.data.federation import Federation
-from fedshift.data.readers import images as reader
+from fedshift.data.readers import folders as reader
 from fedshift.data.source import ReadOptions
 from fedshift.utils.errors import UsageError
 

@@ -18,7 +18,7 @@ from ...utils.words import Information, join_some
 from ..decoding.volumes import find_stem
 from ..patches import make_box
 from ..source import ReadOptions
-from .image_store import ImageFile
+from .listing import ImageFile
 
 IMAGES, MASKS, FIELDS = "images", "masks", "fov"
 """Folders of a client: images, their masks and, optionally, the fields of view, outside of which pixels are ignored."""
