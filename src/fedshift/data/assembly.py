@@ -27,7 +27,7 @@ from ..utils.errors import Ref, UsageError
 from ..utils.words import Information, join_some
 from .decoding import ARRAY
 from .federation import LAZY, UNREPEATABLE, ClientData, Federation
-from .identity import clean_name, group_alike, merge_names, show_alike
+from .identity import clean_name, group_alike, merge_names, refuse_hidden, show_alike
 from .inputs import require_layout
 from .preparation import HALF
 from .readers import arrays, find_reader, refuse_unused
@@ -122,6 +122,7 @@ def assemble(source: Source, reading: ReadOptions) -> Federation:
 def _name_clients(source: Source) -> Source:
     """Return ``source`` with notices of clients with alike names; raise :class:`UsageError` if they look the same."""
     names = source.rows["client"].unique().tolist()
+    refuse_hidden(names)
     for same in group_alike(names, clean_name):
         raise UsageError(f"clients {show_alike(same)} have names that look the same: join them, or rename one")
     _, notices = merge_names({"": names}, "clients")

@@ -30,6 +30,7 @@ from .agreement import check_scales, name_scales
 from .columns import Column
 from .decoding import ARRAY, Decoding
 from .decoding.resizing import describe_stretch, resize, resize_masks
+from .identity import refuse_hidden
 from .patches import Patches, Size
 from .preparation import FeatureScaling, Normalization, Preparation
 from .samples import (
@@ -463,9 +464,7 @@ class Federation:
         twice = [name for name, count in Counter(self.names).items() if count > 1]
         if twice:
             raise UsageError(f"client name {twice[0]!r} occurs twice: names must differ")
-        for name in (*self.names, *self.class_names):
-            if not name.isprintable():
-                raise UsageError(f"the name {name!r} of a client or class holds signs that cannot be shown: rename it")
+        refuse_hidden((*self.names, *self.class_names))
         distinct: dict[Samples, str] = {}
         for client in self.clients:
             for name, split in client.splits.items():

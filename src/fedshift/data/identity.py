@@ -16,6 +16,7 @@ import re
 import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from ..utils.errors import UsageError
 from ..utils.words import join_some
 
 NUMBERED = re.compile(r"([^0-9]*)0*([0-9]+)(?:\.0+)?")
@@ -91,6 +92,13 @@ def match_name(name: str, known: Sequence[str]) -> str | None:
         return name
     alike = [other for other in known if find_identity(other) == find_identity(name)]
     return alike[0] if len(alike) == 1 else None
+
+
+def refuse_hidden(names: Iterable[str]) -> None:
+    """Raise :class:`UsageError` for a name of a client or class with characters that cannot be printed."""
+    for name in names:
+        if not name.isprintable():
+            raise UsageError(f"the name {name!r} of a client or class holds signs that cannot be shown: rename it")
 
 
 def sort_names(names: Iterable[str]) -> list[str]:

@@ -184,7 +184,7 @@ class Source:
     def take_targets(self, rows: pd.DataFrame) -> Tensor:
         """Return the targets of some ``rows``, array by array."""
         places = rows.groupby("array", sort=False)["place"]
-        return torch.cat([self.arrays[int(str(at))].y[torch.from_numpy(own.to_numpy())] for at, own in places])
+        return torch.cat([self.arrays[int(str(at))].y[torch.tensor(own.to_numpy())] for at, own in places])
 
 
 class Reader(Protocol):
@@ -221,10 +221,11 @@ def list_rows(
         place: Place of each sample in the array; None: in order.
 
     """
-    group = None if group is not None and not len(group) else group
-    place = np.arange(count) if place is None else place
-    facts = {"client": client, "split": split, "group": group, "file": file, "array": array, "place": place}
-    return pd.DataFrame(facts, index=range(count)).astype({"split": object, "group": object})
+    if group is not None:  # pandas makes groups of texts in UTF-8 alone
+        group = [name.encode("utf-8", "backslashreplace").decode() for name in group] or None
+    texts = {"client": client, "split": split, "group": group, "file": file}  # objects, since names may be any bytes
+    columns = {name: pd.Series(given, index=range(count), dtype=object) for name, given in texts.items()}
+    return pd.DataFrame(columns).assign(array=array, place=np.arange(count) if place is None else place)
 
 
 def choose_clients(found: Mapping[str, Any] | Iterable[str], reading: ReadOptions) -> list[str]:
