@@ -283,4 +283,3 @@ def test_samples_print_their_number_shape_and_labels(tiny):
     assert repr(split(50, (4,), classes=25, dtype=torch.float32)) == "50 samples of 4 (float32), 25 labels"
     one = client("a", 3)
     assert repr(one) == f"Client 'a': train {one.train!r}, test {one.test!r}"
-
