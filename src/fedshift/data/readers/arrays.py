@@ -256,7 +256,7 @@ def _scan_split(
     client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str],
     skip: Sequence[str] = (),
 ) -> Part:  # fmt: skip
-    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns that are no inputs."""
+    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns with another role."""
     if isinstance(data, LazyDataset):
         x: Any = DatasetStore(data, where, reading.target, order)
         y, inputs = x.targets, x.inputs
