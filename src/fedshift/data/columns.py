@@ -36,22 +36,22 @@ GROUPED = r"^\s*[+-]?[1-9]\d{0,2}\.\d{3}\s*$"
 _SIGNS = dict(zip("\u2212\u2013\uff0d\uff0b\uff0e\uff0c\u066b\u066c\u2018\u2019\uff05\u00a0\u202f\u2009",
                   "---+.,.'''%   ", strict=True))  # fmt: skip
 _NUMERAL = re.compile(
-    r"(?P<sign>\(?[-+]?) ?(?P<before>[$€£¥]?) ?(?P<inner>[-+]?)"
+    r"(?P<sign>\(?[-+]?) ?(?P<before>[$€£¥]|USD|EUR|CHF|GBP)? ?(?P<inner>[-+]?)"
     r"(?P<digits>\d(?:[\d.,' ]*\d)?[.,]?|[.,]\d+)(?P<power>[eEdD][-+]?\d+)?\)?"
     r"(?: ?(?P<after>%|‰|°[CF]?|[$€£¥])|(?: |(?=[^\W\d_]{2}))(?P<unit>[^\W\d_]+(?:/[^\W\d_]+)?[23²³]?))?"
 )
 _CODED = re.compile(r"(0x)?[\da-fA-F]+([ .\u2013-][\da-fA-F]+)*")
 """A range, a version, a telephone number or another code: digits that are no measurement."""
 _MONTH = (
-    r"(jan|feb|fév|mar|mär|apr|avr|abr|may|mai|jun|juin|jul|juil|aug|aoû|ago|sep|oct|okt|nov|dec|dez|déc|dic|ene)"
-    r"[^\W\d_]*\.?"
+    r"(jan|feb|fév|mar|mär|apr|avr|abr|mai|may|jun|jul|juil|aug|aoû|ago|sept?|oct|okt|nov|dec|dez|déc|dic|ene)"
+    r"(uary|uar|vier|ruary|ruar|rier|ch|s|z|il|e|i|in|y|let|ust|t|sto|o|ro|io|ember|embre|iembre|ober|obre)?\.?"
 )
 _DATES = re.compile(
     r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.] ?\d\d?[-/.] ?\d{2,4}([T ].*)?"
     r"|(19|20)\d\d[-/](0?[1-9]|1[0-2])|(0?[1-9]|1[0-2])[-/](19|20)\d\d"
     r"|(19|20)\d\d-?W\d\d(-?\d)?|(19|20)\d\d[- ]?Q[1-4]|Q[1-4][- /]?(19|20)\d\d"
-    rf"|([^\W\d_]+,? )?(\d\d?(st|nd|rd|th)?[. /-]*)?{_MONTH}[ /-]*(\d\d?(st|nd|rd|th)?,?[ -]+)?\d{{2,4}}([T ].*)?"
-    rf"|\d{{4}}[ /-]{_MONTH}[ /-]\d\d?",
+    rf"|([^\W\d_]+,? )?(\d\d?(st|nd|rd|th)?[. /-]*)?{_MONTH}[ /-]*(\d\d?(st|nd|rd|th)?,?[ -]+)?\d{{1,4}}([T ].*)?"
+    rf"|\d\d?(st|nd|rd|th)?[. /-]+{_MONTH}|\d{{4}}[ /-]{_MONTH}[ /-]\d\d?",
     re.IGNORECASE,
 )
 _TIMES = re.compile(r"(\d+):[0-5]\d(:[0-5]\d([.,]\d+)?)?( ?[ap]\.?m\.?)?(z|[+-]\d\d:?\d\d)?", re.IGNORECASE)
