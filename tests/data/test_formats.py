@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 from scipy.io import savemat
 
-from fedshift.data.formats import read_digits_mat, read_idx, read_libsvm
-from fedshift.data.pickles import read_pickle
+from fedshift.data.formats import read_digits_mat, read_idx, read_libsvm, read_pickle
 from fedshift.utils import files
 from fedshift.utils.errors import UsageError
 

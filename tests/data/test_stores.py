@@ -19,7 +19,6 @@ from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples
 from fedshift.data.stores import LazyStore
-from fedshift.diagnosis import diagnose
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
@@ -128,15 +127,6 @@ def test_a_map_with_changes_in_memory_alone_is_copied(tmp_path):
     assert split.x[2].min() == 9
 
 
-def test_rows_and_columns_are_read_from_mapped_tables_of_numbers(tmp_path):
-    for dtype, kept in ((np.float64, torch.float64), (np.float32, torch.float32), (np.int32, torch.float64)):
-        x = np.arange(40).reshape(10, 4).astype(dtype)
-        np.save(tmp_path / "x.npy", x)
-        split = to_samples(np.load(tmp_path / "x.npy", mmap_mode="r"), np.arange(10) % 2)
-        assert split.dtype == kept
-        assert split.inputs(torch.tensor([9, 2])).tolist() == x[[9, 2]].tolist()
-
-
 def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
     folder = save(tmp_path / "tiny", tiny)
     (folder / "bob" / "test" / "y.npy").unlink()
@@ -223,13 +213,6 @@ def test_lazy_samples_change_as_those_in_memory(tiny):
     assert lazy.fingerprint == change(lazily(tiny)).fingerprint
 
 
-@pytest.mark.slow
-def test_lazy_samples_are_diagnosed_and_examined_as_those_in_memory(tiny):
-    lazy = lazily(tiny)
-    assert diagnose(lazy, permutations=99).as_dict() == diagnose(tiny, permutations=99).as_dict()
-    assert examine(lazy) == examine(tiny)
-
-
 def test_lazy_samples_are_not_read_whole_at_the_start_of_a_run(tiny, monkeypatch):
     monkeypatch.setattr("fedshift.data.stores.LazyStore.probed", 5)
     lazy = lazily(tiny).check()
@@ -245,18 +228,6 @@ def test_lazy_samples_are_read_in_pieces_of_a_limited_size(tiny, monkeypatch):
     assert scales[0].mean == pytest.approx(scales[1].mean, rel=1e-12)
     assert scales[0].std == pytest.approx(scales[1].std, rel=1e-12)
     assert lazy.train.store.most == 7
-
-
-def test_the_fingerprint_of_lazy_samples_tells_other_samples_labels_and_rows(tiny):
-    lazy = lazily(tiny)
-    ann = lazy.client("ann")
-    changed = [
-        replace(ann, train=ann.train.with_samples(Counted(255 - ann.train.store.x))),
-        replace(ann, train=ann.train.with_targets(2 - ann.train.y)),
-        replace(ann, train=ann.train.take(torch.arange(len(ann.train)).flip(0))),
-    ]
-    others = {replace(lazy, clients=(one, *lazy.clients[1:])).fingerprint for one in changed}
-    assert len(others | {lazy.fingerprint}) == 4
 
 
 def test_lazy_samples_of_different_types_are_not_put_together(tiny):

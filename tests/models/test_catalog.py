@@ -12,7 +12,7 @@ from fedshift.utils.errors import UsageError
 MODELS = list_catalog("models")
 SMALLEST = {
     "alexnet-bn": 63, "alexnet-dropout": 63, "cfnn3": 4, "cfnn4": 8, "digit-cnn-bn": 4, "digit-cnn-dropout": 4,
-    "mobilenet-v2": 1, "resnet18": 1, "resnet20": 1, "small-cnn": 4, "vgg16": 32, "vgg16-bn": 32,
+    "mobilenet-v2": 1, "resnet18": 1, "resnet20": 1, "small-cnn": 4,
     "vgg16-fedmmb": 32,
 }  # fmt: skip
 """Pixels each way that an image model needs; the others take samples of any shape."""

@@ -101,9 +101,8 @@ def _find_fix(one: str, other: str, shape: tuple[int, ...], *, half: bool) -> st
 
 def name_scales(splits: Mapping[str, Samples]) -> dict[str, str]:
     """Return :func:`name_values` of each split; an array that several share is looked at once."""
-    known = {id(split.store): split for split in splits.values()}
-    kinds = {key: name_values(split) for key, split in known.items()}
-    return {where: kinds[id(split.store)] for where, split in splits.items()}
+    kinds = {store: name_values(split) for store, split in {split.store: split for split in splits.values()}.items()}
+    return {where: kinds[split.store] for where, split in splits.items()}
 
 
 def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...], inputs: Inputs = ()) -> None:
@@ -111,9 +110,9 @@ def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...], inputs: 
     for each in inputs:
         if each.kind == "floats":  # all pixels have one scale
             part = partial(take_part, inputs=inputs, name=each.name)
-            stores = {id(split.store): map_store(split.store, part) for split in splits.values()}
+            stores = {store: map_store(store, part) for store in {split.store for split in splits.values()}}
             named = {f"{where}, input {each.name!r}": split for where, split in splits.items()}
-            check_scales({where: s.with_samples(stores[id(s.store)]) for where, s in named.items()}, each.shape)
+            check_scales({where: s.with_samples(stores[s.store]) for where, s in named.items()}, each.shape)
     if inputs:
         return
     half = all(split.normalization == HALF for split in splits.values() if split.dtype == torch.uint8)

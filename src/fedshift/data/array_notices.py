@@ -1,14 +1,13 @@
-"""Notices of arrays that networks cannot learn from as they are, or that may be meant otherwise.
+"""Notices of arrays that networks can hardly learn from, or that may be meant otherwise.
 
-Arrays are prepared by their owner: floats reach a network as they are, in 32 bits, and 8-bit pixels scaled. Where that
-is unlikely to be meant, one line says so before any work. Values are judged on some samples of each array, evenly
+Arrays are prepared by their owner: floats reach a network unchanged, in 32 bits, and 8-bit pixels scaled. Where their
+owner can hardly mean that, there is a notice before any work. Values are judged on some samples of each array, evenly
 spaced; of a dataset whose items are decoded on demand, on the first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 
 import numpy as np
@@ -21,15 +20,15 @@ from .stores import DatasetStore, LazyStore, read_rows
 LOOKED_AT = 1000
 """Number of samples of an array to judge it by; of one that is not in memory, its ``probed``."""
 ROUNDED = 0.01
-"""Rounding to 32 bits that is said, as a share of a feature's standard deviation."""
+"""Least rounding to 32 bits for a notice, as a share of a feature's standard deviation."""
 CONSTANT = 1e-12
-"""Standard deviation, as a share of the largest magnitude, up to which a feature is constant but for rounding."""
+"""Standard deviation of a constant feature at most, as a share of its largest magnitude, due to rounding."""
 UNSCALED = 10.0
-"""Root mean square of images of floats from which it is said that they are not scaled."""
+"""Least root mean square of images of floats for a notice that they are not scaled."""
 APART = 50.0
-"""Ratio of the root mean squares of two clients' images from which it is said."""
+"""Least ratio of the root mean squares of two clients' images for a notice."""
 DARK = 16
-"""Largest value of 8-bit pixels, at all clients, up to which it is said that 255 is white."""
+"""Largest value of 8-bit pixels, at all clients, for a notice that 255 is white."""
 VECTOR_OF_PIXELS = 64
 """Vectors of at least this many whole numbers 0..255 are taken for pixels."""
 SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
@@ -40,17 +39,6 @@ CHANNELS = "samples {} have {} channels, in front, and sides of {}; give images 
 """Notice of images whose channels might be the last axis."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Values:
-    """Facts about some samples of an array; ``rounded``: sentence on a feature that 32 bits cannot hold, or empty."""
-
-    low: float
-    high: float
-    size: float
-    whole: bool
-    rounded: str
-
-
 def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) -> list[str]:
     """Return notices of arrays ``[N, ...]`` of training samples, by their names in messages.
 
@@ -58,40 +46,45 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
     """
     if all(store.dtype == torch.int64 for store in stores.values()):
         return []
-    values = {where: _measure(x) for where, store in stores.items() if (x := _take_some(store)) is not None}
-    values = {where: x for where, x in values.items() if np.isfinite(x.size)}  # others are refused
+    some = {where: _take_some(store) for where, store in stores.items()}
+    some = {where: x for where, x in some.items() if x.numel() and x.isfinite().all()}  # others are refused
     if several:
-        return list(_describe_rounding(values))
-    images = {where: x for where, x in values.items() if _holds_images(stores[where], x)}
-    dark = {where: stores[where] for where in images if stores[where].dtype == torch.uint8}
+        return list(_describe_rounding(some))
+    images = {where: x for where, x in some.items() if _holds_images(x)}
     floats = {where: x for where, x in images.items() if stores[where].is_floating_point()}
+    pixels = {where: stores[where] for where in images if stores[where].dtype == torch.uint8}
     return [
         *_describe_shape(stores),
-        *_describe_rounding(values),
+        *_describe_rounding(some),
         *_describe_scale(floats),
-        *_describe_dark(dark, values),
+        *_describe_dark(pixels, some),
     ]
 
 
-def _take_some(store: Tensor | LazyStore) -> Tensor | None:
-    """Return some samples; None if they cannot be read, which a check reports."""
+def _take_some(store: Tensor | LazyStore) -> Tensor:
+    """Return some samples in float64; none if they cannot be read, which a check reports."""
     if isinstance(store, DatasetStore):
-        return store.sample
+        return store.sample.double()
     count = store.probed if isinstance(store, LazyStore) else LOOKED_AT
     rows = np.unique(np.linspace(0, len(store) - 1, min(count, len(store))).astype(np.int64))
     try:
-        return read_rows(store, torch.from_numpy(rows)) if len(rows) else None
+        return read_rows(store, torch.from_numpy(rows)).double()
     except FedshiftError:
-        return None
+        return torch.empty(0)
 
 
-def _measure(x: Tensor) -> _Values:
-    x = x.double()
-    low, high = map(float, x.aminmax())
-    return _Values(
-        low=low, high=high, size=float(x.square().mean().sqrt()), whole=bool((x == x.round()).all()),
-        rounded=_name_rounded(x),
-    )  # fmt: skip
+def _holds_images(x: Tensor) -> bool:
+    """Return whether samples are images or volumes, or long vectors of gray levels."""
+    levels = x.ndim == 2 and x.shape[1] >= VECTOR_OF_PIXELS and bool((x == x.round()).all())
+    return x.ndim > 3 or (levels and bool(x.min() >= 0) and 1 < float(x.max()) <= 255)
+
+
+def _describe_rounding(some: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a notice of the first array with a feature or channel that loses its digits in 32 bits."""
+    found = {where: said for where, x in some.items() if (said := _name_rounded(x))}
+    for where, said in list(found.items())[:1]:
+        more = f" (and in {len(found) - 1} more arrays)" if len(found) > 1 else ""
+        yield f"{where}: {said}{more}: subtract an offset and standardize it beforehand, or compute in float64"
 
 
 def _name_rounded(x: Tensor) -> str:
@@ -99,7 +92,7 @@ def _name_rounded(x: Tensor) -> str:
     x_FN = x.flatten(2).transpose(0, 1).flatten(1) if x.ndim > 2 else x.T
     error_F, spread_F = (x_FN - x_FN.float().double()).abs().amax(1), x_FN.std(1, correction=0)
     share_F = torch.where(spread_F > CONSTANT * x_FN.abs().amax(1), error_F / spread_F, 0)
-    at = int(share_F.nan_to_num(0).argmax())
+    at = int(share_F.argmax())
     if not share_F[at] > ROUNDED:
         return ""
     shown = ", ".join(f"{value:.15g}" for value in x_FN[at, :3].tolist())
@@ -109,42 +102,29 @@ def _name_rounded(x: Tensor) -> str:
     )
 
 
-def _holds_images(store: Tensor | LazyStore, values: _Values) -> bool:
-    """Return whether samples are images or volumes, or long vectors of gray levels."""
-    levels = values.whole and values.low >= 0 and 1 < values.high <= 255
-    return len(store.shape) > 3 or (len(store.shape) == 2 and store.shape[1] >= VECTOR_OF_PIXELS and levels)
-
-
-def _describe_rounding(values: Mapping[str, _Values]) -> Iterator[str]:
-    found = {where: x.rounded for where, x in values.items() if x.rounded}
-    if found:
-        where, said = next(iter(found.items()))
-        more = f" (and in {len(found) - 1} more arrays)" if len(found) > 1 else ""
-        yield f"{where}: {said}{more}: subtract an offset and standardize it beforehand, or compute in float64"
-
-
-def _describe_scale(values: Mapping[str, _Values]) -> Iterator[str]:
-    """Yield notices of images of floats that are large, or much larger in one array than in another."""
-    if not values:
+def _describe_scale(images: Mapping[str, Tensor]) -> Iterator[str]:
+    """Yield a notice of images of floats that are large, or much larger in one array than in another."""
+    size = {where: float(x.square().mean().sqrt()) for where, x in images.items()}
+    if not size:
         return
-    least, most = (choose(values, key=lambda where: values[where].size) for choose in (min, max))
-    ranges = {where: f"{where}: {values[where].low:g} to {values[where].high:g}" for where in (least, most)}
-    if values[most].size > APART * values[least].size > 0:
+    least, most = (choose(size, key=size.__getitem__) for choose in (min, max))
+    ranges = {where: f"{where}: {images[where].min():g} to {images[where].max():g}" for where in (least, most)}
+    if size[most] > APART * size[least] > 0:
         yield f"images of floats have other scales, {ranges[least]}, but {ranges[most]}: divide all by the same number"
-    elif values[most].size > UNSCALED:
+    elif size[most] > UNSCALED:
         yield (
-            f"images of floats reach the network as they are, {ranges[most]}: divide them, or give uint8 from 0 to "
-            "255, which is scaled"
+            f"images of floats reach the network unscaled, {ranges[most]}: divide them, or give uint8 from 0 to 255, "
+            "which is scaled"
         )
 
 
-def _describe_dark(pixels: Mapping[str, Tensor | LazyStore], values: Mapping[str, _Values]) -> Iterator[str]:
+def _describe_dark(pixels: Mapping[str, Tensor | LazyStore], some: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield a notice of 8-bit pixels that are all small."""
-    high = max((values[where].high for where in pixels), default=0)
-    if 0 < high <= DARK and all(not isinstance(store, Tensor) or int(store.max()) <= DARK for store in pixels.values()):
+    high = max((int(some[where].max()) for where in pixels), default=0)
+    if 0 < high <= DARK and all(not isinstance(store, Tensor) or store.max() <= DARK for store in pixels.values()):
         yield (
-            f"8-bit pixels are 0 to {high:g} at all clients, and 0 to 255 is scaled to -1 to 1: multiply them by "
-            f"{255 // high:g} if {high:g} is white, or give Booleans"
+            f"8-bit pixels are 0 to {high} at all clients, and 0 to 255 is scaled to -1 to 1: multiply them by "
+            f"{255 // high} if {high} is white, or give Booleans"
         )
 
 

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
-from .groups import MARK, find_groups
+from .groups import MARK, TABLES, find_groups, read_groups
 from .inputs import arrange, refuse_several, to_numbers
 
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
@@ -38,8 +38,8 @@ class LazyDataset:
         dataset: A torch dataset of pairs (input, target) or of dictionaries with both, or a HuggingFace dataset.
         targets: Targets of all items; None: the dataset's ``targets``, or else found by decoding every item once.
         workers: Number of processes that decode a batch together; fewer than 2: no extra processes.
-        cache_bytes: Size in bytes of a cache of the most recently used decoded items. With a cache, random transforms
-            draw only once for each item.
+        cache_bytes: Size in bytes of a cache of the first decoded items. With a cache, random transforms draw only once
+            for each item.
 
     """
 
@@ -116,7 +116,7 @@ def find_targets(given: LazyDataset, where: str, target: str | None = None) -> N
 
 
 def _take_items(data: Any, read: Callable[[Any], Any]) -> Any:
-    """Return what ``read`` returns for the items of a dataset, of a subset for its own; None if it returns None."""
+    """Return what ``read`` returns for all items of a dataset, or for those in a subset; None if it returns None."""
     if isinstance(data, LazyDataset):
         return _take_items(data.dataset, read)
     if isinstance(data, Subset):
@@ -149,7 +149,7 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
         files = _name_files(whole)
         hub = groups is not None and is_hub_dataset(whole) and groups in whole.column_names
         found = whole[groups] if hub else getattr(whole, groups, None) if groups else None
-        if found is None and files and (groups is None or MARK in groups or groups.endswith(".csv")):
+        if found is None and files and (groups is None or MARK in groups or groups.lower().endswith(TABLES)):
             root = getattr(whole, "root", "")
             found = find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
             return found if len(found) else None
@@ -166,7 +166,7 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
         return found
 
     found = _take_items(data, list_groups)
-    return np.array([] if found is None else found).astype(np.str_)
+    return read_groups([] if found is None else found, where)
 
 
 def list_files(data: Any) -> list[str]:
@@ -277,7 +277,7 @@ def read_item(data: Any, number: int, where: str, split: Item) -> tuple[Any, NDA
 
 
 def _to_pixels(x: Any) -> Any:
-    """Return gray values or colors of a picture, whatever its mode, composited over white; else ``x`` itself."""
+    """Return a picture in gray or RGB, composited over white; else ``x`` itself."""
     if not isinstance(x, Image.Image) or x.mode in ("L", "RGB", "F") or x.mode.startswith("I"):
         return x
     if "transparency" in x.info or x.mode in ("LA", "La", "PA", "RGBA", "RGBa"):

@@ -356,18 +356,18 @@ class Federation:
         told = [] if cases else [describe_stretch(sizes, target)]
         if len(sizes) > 1 and not size and not cases:
             some = join_some([f"{height} x {width}" for height, width in sorted(sizes)])
-            told.append(f"images of {some} pixels become 28 x 28, unless image_size says another size")
+            told.append(f"images of {some} pixels become 28 x 28: image_size chooses another size")
         return replace(self.map_splits(fit_split), notices=(*self.notices, *filter(None, told)))
 
     def cut_patches(
-        self, size: Size, *, extents: Mapping[int, NDArray[np.int64]] | None = None, fixed: bool = False
+        self, size: Size, *, true_sizes: Mapping[Any, NDArray[np.int64]] | None = None, resized: bool = False
     ) -> Federation:
         """Return the federation whose training takes patches of its samples; splits that have patches are unchanged.
 
         Args:
             size: Size of a patch; one number stands for all axes.
-            extents: True size of each row, ``[rows, axes]``, of stores by their ``id``; of others, all rows are whole.
-            fixed: Files are resized to the size of the samples.
+            true_sizes: Size of each row without padding, ``[rows, axes]``, by store; of others, all rows are whole.
+            resized: Files are resized to the size of the samples.
 
         Raises:
             UsageError: Samples have no masks, or ``size`` does not have a number for each of their axes.
@@ -388,9 +388,9 @@ class Federation:
             if split.patches is not None:
                 return split
             whole = split.whole_shape[1:]
-            made = Patches.whole(size, whole, len(split.store), resized=whole if fixed else ())
-            own = (extents or {}).get(id(split.store))
-            return split.with_patches(made if own is None else replace(made, extents=own))
+            made = Patches.whole(size, whole, len(split.store), resized=whole if resized else ())
+            sizes = (true_sizes or {}).get(split.store)
+            return split.with_patches(made if sizes is None else replace(made, true_sizes=sizes))
 
         return self.map_splits(cut)
 
@@ -466,12 +466,11 @@ class Federation:
         for name in (*self.names, *self.class_names):
             if not name.isprintable():
                 raise UsageError(f"the name {name!r} of a client or class holds signs that cannot be shown: rename it")
-        checked: set[int] = set()
+        distinct: dict[Samples, str] = {}
         for client in self.clients:
             for name, split in client.splits.items():
-                if id(split) not in checked:
-                    split.check(_locate(client.name, name), self.task, self.classes)
-                    checked.add(id(split))
+                if distinct.setdefault(split, where := _locate(client.name, name)) == where:
+                    split.check(where, self.task, self.classes)
             strata = self.task.strata(client.train.y)
             labels = torch.unique(strata) if strata is not None else torch.arange(0)
             if len(labels) == 1 and self.classes > 1 and not allow_single_class:

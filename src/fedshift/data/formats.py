@@ -3,6 +3,10 @@
 A file may be plain or compressed with gzip or bzip2, which its first bytes (not its name) show. IDX is defined by the
 publishers of MNIST (http://yann.lecun.com/exdb/mnist/); the .mat layout is SVHN's "format 2"
 (http://ufldl.stanford.edu/housenumbers/), which SynthDigits also uses.
+
+A pickle is a program that may call any function of any module by name. Here, names are looked up in a short list of
+stand-ins in this module, and numbers are read from the bytes with :func:`numpy.frombuffer`, so that not even NumPy's
+constructors receive untrusted state. Pickles from Python 2 are supported (their strings are read as Latin-1).
 """
 
 from __future__ import annotations
@@ -12,9 +16,12 @@ import csv
 import gzip
 import io
 import math
+import pickle
+import re
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, TypeVar, cast
 
@@ -61,28 +68,13 @@ def open_arrays(path: Path) -> Iterator[NpzFile]:
             yield arrays
 
 
-def read_header(packed: NpzFile, name: str) -> Numbers:
-    """Return an array of the shape and type of the one called ``name``, with zeros that take no memory."""
-    assert packed.zip is not None
-    with packed.zip.open(name if name in packed.zip.namelist() else f"{name}.npy") as content:
-        shape, dtype = _parse_header(content)
-    if dtype.hasobject:
-        raise ValueError("Object arrays cannot be loaded when allow_pickle=False")
-    return np.broadcast_to(np.zeros((), dtype), shape)
-
-
-def _parse_header(content: IO[bytes]) -> tuple[tuple[int, ...], np.dtype[Any]]:
-    version = np.lib.format.read_magic(content)
-    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-    shape, _, dtype = read(content)
-    return shape, dtype
-
-
 def _check_header(path: Path, entry: zipfile.ZipInfo, content: IO[bytes]) -> None:
     """Raise :class:`UsageError` if the size in an array's header differs from the size of its entry in the archive."""
     if not entry.filename.endswith(".npy"):
         return
-    shape, dtype = _parse_header(content)
+    version = np.lib.format.read_magic(content)
+    read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
+    shape, _, dtype = read(content)
     declared, found = math.prod(shape) * dtype.itemsize, entry.file_size - content.tell()
     if declared != found and not dtype.hasobject:
         raise UsageError(
@@ -181,3 +173,120 @@ def read_libsvm(path: Path, features: int) -> tuple[Numbers, Numbers]:
     with explain_errors(path, "LIBSVM text"), decompress(path) as file:
         x, y = load_svmlight_file(file, n_features=features, zero_based=False)
         return x.toarray(), y
+
+
+_DEPTH = 8
+"""Maximum nesting depth of containers; published data sets need three."""
+
+
+def read_pickle(path: Path) -> Any:
+    """Read arrays, numbers, text and containers of these from a pickle, plain or compressed; text keys are ``str``.
+
+    Arrays are read-only. Raises :class:`UsageError` for anything else, naming the file and any function that it calls.
+    """
+    with explain_errors(path, "a pickle of arrays"), decompress(path) as file:
+        return load_pickle(file, path)
+
+
+def load_pickle(file: IO[bytes], where: Path | str) -> Any:
+    """Read a pickle as :func:`read_pickle` does, from an open file called ``where`` in error messages."""
+    with explain_errors(where, "a pickle of arrays"):
+        return _require_plain(_Unpickler(file, where).load(), where)
+
+
+class _Unpickler(pickle.Unpickler):
+    def __init__(self, file: IO[bytes], where: Path | str) -> None:
+        super().__init__(file, encoding="latin1")
+        self.where = where
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) not in _ADMITTED:
+            raise UsageError(
+                f"{self.where} calls for {module}.{name}, which no array needs and which may run code: nothing of it "
+                "was read. Get the file from its publisher again, or convert it to .npz where you trust it"
+            )
+        return _ADMITTED[module, name]
+
+
+class _Dtype:
+    """Safe replacement of ``numpy.dtype``: a type of numbers, text or objects, never a structure."""
+
+    def __init__(self, code: str | bytes, *_: Any) -> None:
+        code = code.decode("latin1") if isinstance(code, bytes) else code
+        if not re.fullmatch(r"[biufSUO]\d{0,9}", code):
+            raise pickle.UnpicklingError(f"arrays of type {code!r}")
+        self.dtype = np.dtype(code)
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        byte_order = state[1]
+        self.dtype = self.dtype.newbyteorder("=" if byte_order == "|" else byte_order)
+
+
+class _Array:
+    """Safe replacement of ``numpy.ndarray``."""
+
+    array: NDArray[Any]
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        _, shape, dtype, by_columns, data = state
+        self.array = _read_numbers(data, dtype, shape, "F" if by_columns else "C")
+
+
+def _read_numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
+    if dtype.dtype == object:
+        flat = np.empty(len(data), object)
+        for place, item in enumerate(list(data)):
+            flat[place] = item
+    else:
+        flat = np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)
+    return flat.reshape(shape, order="F" if order == "F" else "C")
+
+
+def _encode(text: str, encoding: str) -> bytes:
+    if encoding not in ("latin1", "latin-1"):
+        raise pickle.UnpicklingError(f"text in encoding {encoding!r}")
+    return text.encode("latin1")
+
+
+_ADMITTED: dict[tuple[str, str], Callable[..., Any]] = {
+    **{
+        (f"numpy.{core}.{module}", name): read
+        for core in ("core", "_core")
+        for module, name, read in (
+            ("multiarray", "_reconstruct", lambda *_: _Array()),
+            ("multiarray", "scalar", lambda dtype, data: _read_numbers(data, dtype, (), "C")[()]),
+            ("numeric", "_frombuffer", _read_numbers),
+        )
+    },
+    ("numpy", "ndarray"): _Array,
+    ("numpy", "dtype"): _Dtype,
+    ("_codecs", "encode"): _encode,
+    **{
+        (module, kind.__name__): kind
+        for module in ("builtins", "__builtin__")
+        for kind in (bool, int, float, complex, str, bytes, bytearray, list, tuple, dict)
+    },
+}
+"""Stand-ins by module and name; ``core`` became ``_core`` in NumPy 2."""
+
+
+_PLAIN = (bool, int, float, complex, str, bytes, bytearray, np.generic, np.ndarray)
+
+
+def _require_plain(value: Any, where: Path | str, depth: int = _DEPTH) -> Any:
+    """Replace stand-ins with their arrays; raise :class:`UsageError` for other objects."""
+    if depth == 0:
+        raise UsageError(f"{where} holds containers more than {_DEPTH} deep: this is not a published data set")
+    convert = partial(_require_plain, where=where, depth=depth - 1)
+    if isinstance(value, _Array):
+        value = value.array
+        if value.dtype == object:
+            value.flat = list(map(convert, value.flat))
+        return value
+    if isinstance(value, dict):
+        return {key.decode("latin1") if isinstance(key, bytes) else key: convert(x) for key, x in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(map(convert, value))
+    if value is None or isinstance(value, _PLAIN):
+        return value
+    raise UsageError(f"{where} holds a {type(value).__name__} where arrays, numbers and text are expected")

@@ -33,14 +33,15 @@ def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
         and x.filename is not None
         and x.mode != "c"
         and x.dtype.kind in "uifb"
-        and len(x) > 0
+        and x.ndim > 0
+        and x.size > 0
     )
 
 
 def to_numbers(x: Any, where: str) -> Array:
     """Return an array of any library, or lists of numbers, as an array of NumPy.
 
-    Raises :class:`UsageError` for sparse and masked arrays, lists of unequal lengths, and values that are no numbers.
+    Raises :class:`UsageError` for sparse and masked arrays, lists of unequal lengths, and values other than numbers.
     """
     if isinstance(x, Tensor):
         x = x.detach().cpu()
@@ -51,8 +52,8 @@ def to_numbers(x: Any, where: str) -> Array:
         array = np.asarray(x)
     except Exception as error:  # libraries raise exceptions of any type
         raise UsageError(
-            f"{where}: a {type(x).__name__} is no array ({error}): give an array of numbers, samples along its first "
-            "axis (.to_dense() of sparse ones; sequences padded to one length)"
+            f"{where}: a {type(x).__name__} cannot become an array ({error}): give an array of numbers, samples "
+            "along its first axis (.to_dense() of sparse ones; sequences padded to one length)"
         ) from error
     if hasattr(x, "toarray") and array.ndim == 0:
         raise UsageError(f"{where}: a sparse {type(x).__name__}: give an array of all numbers, x.toarray()")
@@ -90,7 +91,7 @@ def to_tensor(x: Array, where: str, *, copy: bool = True) -> Tensor:
 def require_held(x: Array, where: str) -> None:
     """Raise :class:`UsageError` for numbers of ``x [N, ...]`` beyond the floats of 32 bits that networks compute with.
 
-    Integers of 64 bits are no such numbers, unless they are unsigned.
+    Signed integers of 64 bits stay integers.
     """
     most = float(np.finfo(np.float32).max)
     if x.dtype.itemsize < 8 or not x.size:

@@ -1,7 +1,7 @@
 """Patches of large cases for training, and windows that cover whole cases for everything else.
 
 A case is an image with its mask, of any size. A store keeps cases padded at their ends to one size, with the number of
-voxels that each has in truth (``extents``). Each visit of a sample in training cuts one patch from its case. Where it
+voxels that each has in truth (``true_sizes``). Each visit of a sample in training cuts one patch from its case. Where it
 lies is drawn from a stream with the key of the step and the sample's row, so that engines, resumed runs and other
 orders of clients make the same draws. The last samples of a batch, a third of it (in a batch of one, with probability
 1/3), are centered on a random voxel of a random class in their mask, except the background, as in nnU-Net
@@ -47,11 +47,11 @@ Size = tuple[int, ...]
 class Patches:
     """The ``size`` of patches, ``(D, H, W)`` or ``(H, W)``, and the true size of each row of a store.
 
-    ``extents``: int64 ``[rows, axes]``. ``resized``: size to which files are resized before; empty: they keep theirs.
+    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size to which files are resized before; empty: they keep theirs.
     """
 
     size: Size
-    extents: NDArray[np.int64]
+    true_sizes: NDArray[np.int64]
     resized: Size = ()
 
     @classmethod
@@ -61,7 +61,7 @@ class Patches:
 
     def take(self, rows: Tensor) -> Patches:
         """Return the patches of a store that has only these ``rows``, int64 ``[N]``."""
-        return replace(self, extents=self.extents[rows.numpy()])
+        return replace(self, true_sizes=self.true_sizes[rows.numpy()])
 
     def draw(self, rows: Sequence[int], masks: Sequence[Tensor], key: tuple[Key, ...]) -> NDArray[np.int64]:
         """Return the first voxel of a patch of each case, int64 ``[B, axes]``.
@@ -76,7 +76,7 @@ class Patches:
         places = np.zeros((len(rows), len(self.size)), np.int64)
         for number, (row, mask) in enumerate(zip(rows, masks, strict=True)):
             rng = stream(0, "patch", *key, row)
-            room = np.maximum(self.extents[row] - self.size, 0)
+            room = np.maximum(self.true_sizes[row] - self.size, 0)
             places[number] = np.floor(rng.random(len(self.size)) * (room + 1))
             chance, *draws = rng.random(3)
             if key and number >= first and (len(rows) > 1 or chance < CENTERED):
@@ -94,7 +94,7 @@ class Patches:
 
     def crop(self, x: Tensor, row: int) -> Tensor:
         """Return a view of what ``x [..., *axes]`` has of the case in ``row``."""
-        return x[make_box([0] * len(self.size), self.extents[row].tolist())]
+        return x[make_box([0] * len(self.size), self.true_sizes[row].tolist())]
 
 
 def make_box(first: Sequence[int], size: Sequence[int]) -> tuple[Any, ...]:

@@ -418,7 +418,7 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
 def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
     """Return the patches of a store that has the rows of several, one after another."""
     some = [each for each in patches if each is not None]
-    return replace(some[0], extents=np.concatenate([each.extents for each in some])) if some else None
+    return replace(some[0], true_sizes=np.concatenate([each.true_sizes for each in some])) if some else None
 
 
 def _join_groups(parts: Sequence[Samples]) -> Tensor | None:
@@ -445,7 +445,7 @@ def digest_samples(split: Samples) -> tuple[str, str]:
     facts = split.whole_shape, str(split.dtype), scaling.stamp, patches and (patches.size, patches.resized)
     found = blake2b(repr(facts).encode(), digest_size=8)
     if patches is not None:
-        found.update(patches.extents[rows].tobytes())
+        found.update(patches.true_sizes[rows].tobytes())
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
         found.update(scaling.digests[rows].tobytes())
     if isinstance(split.store, LazyStore):
@@ -520,7 +520,7 @@ def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Ta
     """
     x_array = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else x
     y_array = to_numbers(y, f"{where}, labels")
-    if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
+    if x_array.ndim < 2 or 0 in x_array.shape[1:] or y_array.ndim < 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
             "samples need two or more dimensions, and labels one number per sample"

@@ -106,7 +106,7 @@ def load_source(
         )
     if reading.patch:
         by_name = isinstance(data, str) and not Path(data).exists()
-        made = made.cut_patches(reading.patch_size, fixed=by_name or spec.image_size is not None)
+        made = made.cut_patches(reading.patch_size, resized=by_name or spec.image_size is not None)
     made = made.select_clients(match_names(spec.domains, made.names)) if spec.domains and whole else made
     classes = spec.classes or made.classes
     unseen = (f"unseen {label}" for label in range(len(made.class_names), classes if made.class_names else 0))

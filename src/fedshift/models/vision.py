@@ -1,11 +1,10 @@
-"""Networks for pictures: AlexNet, VGG16, ResNet-18 and ResNet-20, MobileNetV2.
+"""Networks for pictures: AlexNet, FedMMB's VGG16, ResNet-18 and ResNet-20, MobileNetV2.
 
 - AlexNet as FedBN (arXiv:2102.07623, table 9) and FedWon (ICLR 2024, table 6) adapt it for 256 x 256 pictures. The
   convolutions come from Krizhevsky's one-column AlexNet (arXiv:1404.5997) with BatchNorm; FedBN normalizes the wide FC
   layers too, FedWon drops half of their inputs instead. Average pooling to 6 x 6 lets pictures have any size.
-- VGG16 (Simonyan & Zisserman 2015, arXiv:1409.1556, table 1, column D) with torchvision's names and shapes. FedMMB's
-  VGG16 (arXiv:2011.07006, section 4) is TensorFlow's, whose FC layers read the last feature map directly, without an
-  average pool to 7 x 7 and without dropout.
+- FedMMB's VGG16 (arXiv:2011.07006, section 4; Simonyan & Zisserman 2015, arXiv:1409.1556, table 1, column D) is
+  TensorFlow's, whose FC layers read the last feature map directly, without an average pool and without dropout.
 - Residual networks of He et al. 2016 (arXiv:1512.03385). ResNet-18 (table 1, projection shortcuts) has torchvision's
   names and shapes, so that its published weights load; ResNet-20 (section 4.2) has shortcuts without parameters. FedWon
   uses both on Office-Caltech-10.
@@ -35,9 +34,12 @@ _ALEXNET: tuple[_Convolution, ...] = (
 )
 
 
-def _alexnet_features(channels: int) -> dict[str, nn.Module]:
-    """Return the five convolutions up to a vector of 9216 features."""
-    return _conv_blocks(channels, _ALEXNET) | {"avgpool": nn.AdaptiveAvgPool2d(6), "flatten": nn.Flatten()}
+def _alexnet(model: str, shape: Shape, widths: tuple[int, ...], *, norm: bool) -> nn.Module:
+    """Return the five convolutions, up to a vector of 9216 features, and FC layers of ``widths``."""
+    features = _conv_blocks(_image_channels(model, shape, _SMALLEST), _ALEXNET)
+    features |= {"avgpool": nn.AdaptiveAvgPool2d(6), "flatten": nn.Flatten()}
+    dense = _dense_layers((9216, *widths), len(_ALEXNET) + 1, norm=norm, dropout=not norm)
+    return nn.Sequential(OrderedDict(features | dense))
 
 
 def alexnet_bn(shape: Shape = (3, 256, 256), classes: int = 10, *, width: int = 4096) -> nn.Module:
@@ -45,56 +47,33 @@ def alexnet_bn(shape: Shape = (3, 256, 256), classes: int = 10, *, width: int = 
 
     ``width``: features of the two hidden dense layers; 1024 in the network that FedFA's authors released.
     """
-    features = _alexnet_features(_image_channels("alexnet-bn", shape, _SMALLEST))
-    return nn.Sequential(OrderedDict(features | _dense_layers((9216, width, width, classes), 6, norm=True)))
+    return _alexnet("alexnet-bn", shape, (width, width, classes), norm=True)
 
 
 def alexnet_dropout(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Module:
     """AlexNet of FedWon's table 6: BatchNorm after convolutions, dropout (0.5) before the two wide FC layers."""
-    features = _alexnet_features(_image_channels("alexnet-dropout", shape, _SMALLEST))
-    dense = _dense_layers((9216, 4096, 4096, classes), 6, norm=False, dropout=True)
-    return nn.Sequential(OrderedDict(features | dense))
+    return _alexnet("alexnet-dropout", shape, (4096, 4096, classes), norm=False)
 
 
 _VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
 """Channels and number of the 3 x 3 convolutions before each of the five poolings."""
 
 
-def _vgg16(channels: int, classes: int, *, batch_norm: bool = False, pixels: int = 49, own: bool = False) -> nn.Module:
-    """Return VGG16; ``own``: FedMMB's, whose FC layers read ``pixels`` pixels directly, without dropout."""
-    features: list[nn.Module] = []
-    for after, convolutions in _VGG_STAGES:
-        for _ in range(convolutions):
-            features.append(nn.Conv2d(channels, after, 3, padding=1))
-            features += [nn.BatchNorm2d(after), nn.ReLU()] if batch_norm else [nn.ReLU()]
-            channels = after
-        features.append(nn.MaxPool2d(2))
-    layers: list[nn.Module] = []
-    for before, after in ((512 * pixels, 4096), (4096, 4096)):
-        layers += [nn.Linear(before, after), nn.ReLU(), *([] if own else [nn.Dropout()])]
-    parts = {
-        "features": nn.Sequential(*features),
-        **({} if own else {"avgpool": nn.AdaptiveAvgPool2d(7)}),
-        "flatten": nn.Flatten(),
-        "classifier": nn.Sequential(*layers, nn.Linear(4096, classes)),
-    }
-    return _kaiming(nn.Sequential(OrderedDict(parts)), dense_std=0.01)
-
-
 def vgg16_fedmmb(shape: Shape = (3, 150, 200), classes: int = 7) -> nn.Module:
     """VGG16 of FedSMB and FedMMB (arXiv:2011.07006, section 4): no average pool, no dropout; 81,860,423 parameters."""
     channels, pixels = _image_channels("vgg16-fedmmb", shape, 32), (shape[1] // 32) * (shape[2] // 32)
-    return _vgg16(channels, classes, pixels=pixels, own=True)
-
-
-def vgg16(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
-    """VGG16 of Simonyan & Zisserman 2015 (arXiv:1409.1556, table 1 D), torchvision's; 138,357,544 parameters."""
-    return _vgg16(_image_channels("vgg16", shape, 32), classes)
-
-
-def vgg16_bn(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module:
-    """VGG16 (arXiv:1409.1556, table 1 D) with BatchNorm after convolutions, torchvision's; 138,365,992 parameters."""
-    return _vgg16(_image_channels("vgg16-bn", shape, 32), classes, batch_norm=True)
+    features: list[nn.Module] = []
+    for after, convolutions in _VGG_STAGES:
+        for _ in range(convolutions):
+            features += [nn.Conv2d(channels, after, 3, padding=1), nn.ReLU()]
+            channels = after
+        features.append(nn.MaxPool2d(2))
+    layers: list[nn.Module] = []
+    for before in (512 * pixels, 4096):
+        layers += [nn.Linear(before, 4096), nn.ReLU()]
+    classifier = nn.Sequential(*layers, nn.Linear(4096, classes))
+    parts = {"features": nn.Sequential(*features), "flatten": nn.Flatten(), "classifier": classifier}
+    return _kaiming(nn.Sequential(OrderedDict(parts)), dense_std=0.01)
 
 
 class _Block(nn.Module):
@@ -181,14 +160,8 @@ def resnet20(shape: Shape = (3, 32, 32), classes: int = 10) -> nn.Module:
 
 
 _MOBILENET_STAGES = (
-    (1, 16, 1, 1),
-    (6, 24, 2, 2),
-    (6, 32, 3, 2),
-    (6, 64, 4, 2),
-    (6, 96, 3, 1),
-    (6, 160, 3, 2),
-    (6, 320, 1, 1),
-)
+    (1, 16, 1, 1), (6, 24, 2, 2), (6, 32, 3, 2), (6, 64, 4, 2), (6, 96, 3, 1), (6, 160, 3, 2), (6, 320, 1, 1),
+)  # fmt: skip
 """Expansion, output channels, blocks, and stride of the first block."""
 
 

@@ -131,11 +131,10 @@ def test_pixels_of_each_kind_are_those_that_were_written(tmp_path, case):
     (file,) = tmp_path.iterdir()
     header = read_header(file)
     channels = header.channels if values.ndim == 2 else 3
-    pixels, peak = decode(file, Decoding(kind=kind), channels)
+    pixels, _ = decode(file, Decoding(kind=kind), channels)
     wanted = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
     assert (header.kind, header.height, header.width) == (kind, *values.shape[:2])
     np.testing.assert_allclose(pixels, np.broadcast_to(wanted, pixels.shape), atol=1e-6)
-    assert peak == (255 if kind == "byte" else pytest.approx(values.max()))
 
 
 MASKS = {

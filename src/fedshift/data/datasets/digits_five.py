@@ -22,7 +22,7 @@ from sklearn.model_selection import StratifiedShuffleSplit
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
-from ..pickles import read_pickle
+from ..formats import read_pickle
 from ..samples import Samples, join_samples, to_samples
 from . import single_datasets as single
 from ._card import Card, make_card, require_choices

@@ -18,8 +18,7 @@ from ...utils.files import check_expansion
 from ...utils.random_streams import stream
 from ..augmentation import fedmmb_cifar
 from ..federation import Federation
-from ..formats import Bytes, explain_errors, read_digits_mat, read_libsvm
-from ..pickles import load_pickle, read_pickle
+from ..formats import Bytes, explain_errors, load_pickle, read_digits_mat, read_libsvm, read_pickle
 from ..samples import Samples
 from ._single_dataset import (
     IDX_FILES,

@@ -65,6 +65,7 @@ _GROUPS = {
     "ImagePositionPatient": "PlanePositionSequence",
     "RescaleSlope": "PixelValueTransformationSequence",
     "RescaleIntercept": "PixelValueTransformationSequence",
+    "RescaleType": "PixelValueTransformationSequence",
 }
 """Functional groups of enhanced images that hold an attribute (PS3.3, C.7.6.16.2)."""
 _LPS_TO_RAS = np.array([-1.0, -1.0, 1.0])
@@ -236,8 +237,8 @@ def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
 
 def holds_hounsfield(found: Any) -> bool:
     """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
-    unit, inverted = found.get("RescaleType") or "HU", found.get("PhotometricInterpretation") == "MONOCHROME1"
-    return found.get("Modality") == "CT" and unit == "HU" and not inverted
+    inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
+    return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
 
 
 def read_values(found: Any) -> Array:

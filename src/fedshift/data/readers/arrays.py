@@ -2,7 +2,7 @@
 
 A client has arrays by name, from a dictionary, a file ``client.npz`` or files ``client/train/x.npy``: ``x_train y_train
 x_test y_test``, optionally ``x_val y_val`` (or ``valid``, ``validation``, ``dev``), masks also as ``m_train``, groups
-as ``NAME_train``; or ``x y``, of which test samples are drawn. Several inputs of a sample are ``x_train.NAME``, by the
+as ``NAME_train``; or ``x y``, to be divided. Several inputs of a sample are ``x_train.NAME``, by the
 names of the network's parameters. Or a client has pairs of arrays or datasets, or one dataset. Files are read without
 pickle, so they cannot run code; ``.npy`` files stay on disk. For shapes see :func:`fedshift.data.samples.to_samples`.
 
@@ -33,9 +33,10 @@ from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
+from ..groups import read_groups
 from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
-from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, choose_clients
+from ..scan import SPLITS, UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
 from ..schema import Schema
 from ..stores import DatasetStore
 
@@ -49,7 +50,7 @@ SPLIT_ENDS = {"train": ("train",), "validation": ("val", "valid", "validation", 
 ARRAY_FILE = re.compile(r"\.(np[yz]|pth?|pkl|mat|h5|hdf5)(\.gz)?$", re.IGNORECASE)
 """The end of the name of a file of arrays."""
 ACCEPTED = (
-    "give (x_train, y_train, x_test, y_test), (x, y), of which test samples are drawn, one map-style torch dataset or "
+    "give (x_train, y_train, x_test, y_test), (x, y), which is divided, one map-style torch dataset or "
     "two, (train, test), whose samples are pairs (input, label), or a dictionary of either"
 )
 
@@ -66,14 +67,11 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
     if not holds_hub_datasets(source):
         for name in sorted({"client_column", "target"} & reading.changed if reading.schema is None else ()):
             raise UsageError("{} is for tables and datasets of HuggingFace, not for arrays: leave it out", Ref(name))
-    if is_whole(source):
-        require_column(source, reading)
+    if not isinstance(source, Path) and hold_all_clients(source, reading):
         return _scan_whole(source if isinstance(source, Mapping) else {"": source}, reading)
     files = _find_files(source) if isinstance(source, Path) else {}
     if source in files.values() and reading.schema is None:
         raise UsageError(f"{source} is one client: give a directory with a file or folder for each client")
-    refuse_column(reading)
-    require_names(files or source)
     parts, class_names, notices = list[Part](), dict[str, Sequence[str]](), _name_unread(source, files)
     chosen = choose_clients(sort_names(files) or source, reading)
     for done, client in enumerate(chosen, 1):
@@ -247,7 +245,7 @@ def _split_arrays(
 
 
 def _find_ends(where: str, names: Collection[str], starts: Sequence[str]) -> dict[str, str]:
-    """Return the end of the names of each split's arrays, of which some of ``names`` are, after one of ``starts``."""
+    """Return the end of the names of each split's arrays if, after one of ``starts``, it is among ``names``."""
     found = dict[str, str]()
     for split, ends in SPLIT_ENDS.items():
         here = [end for end in ends if any(f"{start}{end}" in names for start in starts)]
@@ -265,7 +263,7 @@ def _require_arrays(where: str, arrays: Mapping[str, Any], names: Iterable[str])
             file = "/".join([*name.split("_")[:0:-1], f"{name.split('_')[0]}.npy"])
             raise UsageError(
                 f"{where} has no array {name!r}, or file {file} (it has {join_some(map(str, arrays)) or 'none'}): "
-                "name the arrays x_train, y_train, x_test, y_test, or x and y alone, of which test samples are drawn; "
+                "name the arrays x_train, y_train, x_test, y_test, or x and y, to be divided; "
                 "give columns of a table as pandas.DataFrame, or choose other clients ({})",
                 Ref("domains"),
             )
@@ -281,18 +279,20 @@ def _name_unused(where: str, arrays: Iterable[object], used: Collection[str], no
 
 
 def _scan_split(
-    client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str]
-) -> Part:
+    client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str],
+    skip: Sequence[str] = (),
+) -> Part:  # fmt: skip
+    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns that are no inputs."""
     if isinstance(data, LazyDataset):
         x: Any = DatasetStore(data, where, reading.target, order)
         y, inputs = x.targets, x.inputs
     else:
-        x, y = read_part(data, where, reading.target, [reading.groups] if reading.groups else [])
+        x, y = read_part(data, where, reading.target, skip or list(filter(None, [reading.groups])))
         x, inputs = join_several(x, where, order)
     targets = read_targets(x, y, where, reading.task)
     groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else UNGROUPED
     if group is not None:
-        groups = np.array(group).astype(np.str_)
+        groups = read_groups(group, where)
         if groups.shape != (len(targets),):
             raise UsageError(f"{where}: groups of shape {groups.shape} for {len(targets)} samples: give each one group")
     return Part.whole(client, where, targets, split, x, groups, inputs)
@@ -315,24 +315,19 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
         {f"{split} data": list_class_names(data, reading.target, skip) for split, data in splits.items()}
     )
     for split, data in splits.items():
-        where = f"data, {split} data" if split else "data"
         for name in skip:
             if name not in data.column_names:
                 raise unknown_name("column", name, data.column_names)
-        x, y = read_part(data, where, reading.target, skip=skip)
-        x, inputs = join_several(x, where, _list_inputs(reading, parts))
-        targets = read_targets(x, y, where, reading.task)
-        owner, groups = np.array(list(map(str, data[column]))), find_item_groups(data, reading.groups, where)
-        side = SPLITS.index(split) if split == "validation" or "test" in splits else UNSAID
+        where = f"data, {split} data" if split else "data"
+        drawn = split != "validation" and "test" not in splits
+        part = _scan_split("", where, "" if drawn else split, data, None, reading, _list_inputs(reading, parts), skip)
+        owner = np.array(list(map(str, data[column])))
         for client in np.unique(owner).tolist():
             rows = np.flatnonzero(owner == client)
-            parts.append(
-                Part(
-                    client=client, where=f"client {client!r}, {split or 'train'} data", y=targets[rows],
-                    side=np.full(len(rows), side, np.int8), rows=rows, source=x,
-                    group=groups[rows] if len(groups) else UNGROUPED, inputs=inputs,
-                )
-            )  # fmt: skip
+            told = f"client {client!r}, {split or 'train'} data"
+            group = part.group[rows] if len(part.group) else UNGROUPED
+            y, side = part.y[rows], part.side[rows]
+            parts.append(replace(part, client=client, where=told, y=y, side=side, rows=rows, group=group))
     chosen = choose_clients(sort_names({part.client for part in parts}), reading)
     ordered = tuple(part for client in chosen for part in parts if part.client == client)
     return Scan(name=NAME, parts=ordered, task=reading.task)
@@ -367,33 +362,27 @@ def _holds(kind: Callable[[Any], bool], data: object) -> bool:
     return any(_holds(kind, each) for each in data) if isinstance(data, tuple | list) else kind(data)
 
 
-def is_whole(data: object) -> bool:
-    """Return whether ``data`` is a table or HuggingFace dataset of all clients, or has one of these per split."""
+def hold_all_clients(data: Any, reading: ReadOptions) -> bool:
+    """Return whether ``data`` is one table or dataset of all clients, or one for each split, and not one by client.
+
+    Raises :class:`UsageError` if no option names its column of clients, or one is named for a dictionary by client, or
+    a client is named by something else than a text.
+    """
     parts = data.values() if isinstance(data, Mapping) else [data]
-    named = not isinstance(data, Mapping) or (bool(data) and set(data) <= set(SPLITS))
-    return named and all(is_table(part) or is_hub_dataset(part) for part in parts)
-
-
-def require_column(data: object, reading: ReadOptions) -> None:
-    """Raise :class:`UsageError` if no option names the column of ``data`` with the client of each row."""
-    if reading.client_column is None and reading.schema is None:
+    whole = (not isinstance(data, Mapping) or (bool(data) and set(data) <= set(SPLITS))) and all(
+        is_table(part) or is_hub_dataset(part) for part in parts
+    )
+    if whole and reading.client_column is None and reading.schema is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "
             "({}), or give a dictionary, {client: data}",
             Ref("client_column"),
         )
-
-
-def refuse_column(reading: ReadOptions) -> None:
-    """Raise :class:`UsageError` if a column of clients is named for data that are a dictionary by client."""
-    if reading.client_column is not None and reading.schema is None:
+    if not whole and reading.client_column is not None and reading.schema is None:
         raise UsageError(
             f"client_column={reading.client_column!r}: data is a dictionary by client already: leave it out"
         )
-
-
-def require_names(clients: Mapping[Any, Any]) -> None:
-    """Raise :class:`UsageError` unless all clients are named by texts."""
-    for name in clients:
+    for name in [] if whole else data:
         if not isinstance(name, str):
             raise UsageError(f"the client {name!r} of data is named by a {type(name).__name__}: give a text")
+    return whole

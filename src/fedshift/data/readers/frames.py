@@ -21,7 +21,7 @@ from ..arrays import list_class_names
 from ..files.read_options import ReadOptions
 from ..scan import SPLITS, Scan, choose_clients
 from . import tables
-from .arrays import NAME, holds_tables, is_table, is_whole, refuse_column, require_column, require_names
+from .arrays import NAME, hold_all_clients, holds_tables, is_table
 
 holds = "tables in memory"
 options = tables.options
@@ -38,12 +38,9 @@ def can_read(source: object) -> bool:
 
 def scan(source: Any, reading: ReadOptions) -> Scan:
     """Return the clients in ``source``."""
-    if is_whole(source):
-        require_column(source, reading)
+    if hold_all_clients(source, reading):
         frames = {"data": source}
     else:
-        refuse_column(reading)
-        require_names(source)
         frames = {name: source[name] for name in choose_clients(source, reading)}
         reading = replace(reading, client_column=None)
     parts = {name: _name_parts(name, given) for name, given in frames.items()}
