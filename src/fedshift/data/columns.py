@@ -2,7 +2,7 @@
 
 Numbers are read from texts by one rule for a whole column of a file: every text has the same unit (``5 mg``, ``12 %``,
 ``€ 5``) or none; one sign is the decimal point, and points, commas, apostrophes or spaces between groups of three
-digits are left out; digits may be those of any script. A column that no rule reads is categories.
+digits are left out; digits may be of any script. Texts that no rule reads are categories.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _NUMERAL = re.compile(
     r"(?: ?(?P<after>%|‰|°[CF]?|[$€£¥])|(?: |(?=[^\W\d_]{2}))(?P<unit>[^\W\d_]+(?:/[^\W\d_]+)?[23²³]?))?"
 )
 _CODED = re.compile(r"(0x)?[\da-fA-F]+([ .\u2013-][\da-fA-F]+)*")
-"""A range, a version, a telephone number or another code: digits that are no measurement."""
+"""A range, a version, a telephone number or another code with digits."""
 _MONTH = (
     r"(jan|feb|fév|mar|mär|apr|avr|abr|mai|may|jun|jul|juil|aug|aoû|ago|sept?|oct|okt|nov|dec|dez|déc|dic|ene)"
     r"(uary|uar|vier|ruary|ruar|rier|ch|s|z|il|e|i|in|y|let|ust|t|sto|o|ro|io|ember|embre|iembre|ober|obre)?\.?"
@@ -61,8 +61,8 @@ _TIMES = re.compile(r"(\d+):[0-5]\d(:[0-5]\d([.,]\d+)?)?( ?[ap]\.?m\.?)?(z|[+-]\
 class Column:
     """Encoding of a column: one feature per category of ``categories``, in this order; None for a number.
 
-    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1. ``unit``: what all texts have
-    beside their numbers, such as ``mg``.
+    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1. ``unit``: text after, or before, all
+    numbers, such as ``mg``.
     """
 
     name: str
@@ -123,8 +123,8 @@ class Numerals:
     """The numbers of a column's texts.
 
     Attributes:
-        numbers: By text; without the texts that are no numbers.
-        unit: What all texts have beside their numbers.
+        numbers: Number of each text that has one.
+        unit: Text after, or before, all numbers.
         doubt: Text that may be one of two numbers; empty if there is none.
         decimal: The decimal point of the file's other columns.
 
@@ -178,7 +178,7 @@ def _simplify(text: str) -> str:
 
 
 def _join_groups(digits: str) -> str:
-    """Return digits without the spaces or apostrophes between groups of three; empty if there are others."""
+    """Return digits without the spaces or apostrophes between groups of three; empty if others have them."""
     if not re.search("[ ']", digits):
         return digits
     return re.sub("[ ']", "", digits) if re.fullmatch(r"[1-9]\d{0,2}([ '])\d{3}(\1\d{3})*([.,]\d+)?", digits) else ""

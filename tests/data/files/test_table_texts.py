@@ -141,7 +141,7 @@ def test_points_and_commas_that_may_mean_two_things_are_refused(tmp_path, texts,
             "tabs separate its columns, and a comma in a number is its decimal point",
         ),
         ("csv", "\t", ["4.7", "5"], [4.7, 5], "tabs separate its columns"),
-        ("csv", "|", ["4.7", "5"], [4.7, 5], "'|' separates its columns"),
+        ("csv", "|", ["4.7", "5"], [4.7, 5], "bars separate its columns"),
         ("tsv", ",", ["4.7", "5"], [4.7, 5], "commas separate its columns"),
     ],
 )
