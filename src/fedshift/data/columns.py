@@ -61,7 +61,7 @@ _TIMES = re.compile(r"(\d+):[0-5]\d(:[0-5]\d([.,]\d+)?)?( ?[ap]\.?m\.?)?(z|[+-]\
 class Column:
     """Encoding of a column: one feature per category of ``categories``, in this order; None for a number.
 
-    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1. ``unit``: text after, or before, all
+    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1. ``unit``: text after or before all
     numbers, such as ``mg``.
     """
 
