@@ -11,6 +11,7 @@ the class folders of all clients, selected or not. A mask has the class of each 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -214,15 +215,19 @@ def _read_headers(
     files: Folders, name: str, client: Client, reading: ReadOptions
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the headers of a client's files; only those of pictures, which name no patient, are kept in the cache."""
-    every = {file.path: files.path / file.path for file in client.files}
     read: Callable[[Path], Any] = {VOLUMES: read_volume_header, RECORDINGS: read_signal_header}.get(
         files.content, read_header
     )
-    if read is not read_header:
+
+    def work() -> tuple[dict[str, Any], dict[str, str]]:
+        every = {file.path: files.path / file.path for file in client.files}
         return read_all(every, read, f"headers of {name}", reading.progress)
+
+    if read is not read_header:
+        return work()
     facts = "headers", str(files.path.resolve()), client.files
-    work = lambda: read_all(every, read, f"headers of {name}", reading.progress)  # noqa: E731
-    return keep(reading.cache_directory, facts, work)[0]
+    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's own
+    return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
 def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOptions) -> dict[str, int]:
@@ -597,8 +602,10 @@ def _decode_together(
             except Unreadable as error:
                 broken[path] = str(error)
                 return
-            values[row] = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
-            if pixels.min() == pixels.max():
+            if pixels.shape[1:] != shape[2:]:
+                pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
+            values[row] = pixels
+            if values[row].min() == values[row].max():
                 constant.add(path)
 
         run_in_parallel(read_one, [row for row, file in enumerate(some) if file.path not in files.broken], what,
