@@ -61,11 +61,16 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize masks ``[N, H, W]`` to ``size``, using the nearest pixel."""
+    """Return masks ``[N, ...]`` resized to ``size``, from the nearest pixel or voxel."""
     if tuple(y.shape[1:]) == size:
         return y
     parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in torch.split(y, CHUNK))
     return torch.cat([part[:, 0].to(y.dtype) for part in parts])
+
+
+def resize_mask(y: Tensor, size: tuple[int, ...]) -> Tensor:
+    """Return one mask ``[...]`` resized to ``size``, as :func:`resize_masks` does."""
+    return resize_masks(y[None], size)[0]
 
 
 def resize_volume(x: Tensor, size: tuple[int, ...]) -> Tensor:
@@ -74,13 +79,6 @@ def resize_volume(x: Tensor, size: tuple[int, ...]) -> Tensor:
         return x
     kind = "trilinear" if len(size) == 3 else "bilinear"
     return F.interpolate(x[None], size=size, mode=kind, align_corners=False)[0]
-
-
-def resize_mask(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return classes ``y [...]`` resized to ``size``, from the nearest voxel."""
-    if tuple(y.shape) == size:
-        return y
-    return F.interpolate(y[None, None].float(), size=size, mode="nearest-exact")[0, 0].to(y.dtype)
 
 
 def find_size(size: Sequence[int], before: Sequence[float], after: Sequence[float]) -> tuple[int, ...]:
