@@ -40,7 +40,9 @@ DEPTHS = {"byte": "8-bit pixels", "integer": "gray of more than 8 bits", "real":
 ROUNDED = 0.01
 """Largest distance of a mask's value from a class number that is rounding, as by a float slope of a NIfTI file."""
 _FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF", "PPM")
-_GRAY = ("1", "L", "LA")
+_GRAY = ("1", "L", "LA", "La")
+_DARK = 16
+"""Largest value of the upper 8 of 16 bits below which these hold fewer bits in truth, which would look black."""
 _SWAPPED = range(5, 9)  # orientations that swap height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
 _FILTERS = threading.Lock()
@@ -153,9 +155,11 @@ def decode_image(
         stored = find_kind(image)
         if kind not in ("mask", stored):
             raise Unreadable(f"has {DEPTHS[stored]}, not {DEPTHS[kind]}")
-        restore = _find_stored_numbers(image, kind)
+        restore, reduced = _find_stored_numbers(image, kind), ";16" in _find_encoding(image)
         ImageOps.exif_transpose(image, in_place=True)
         if kind == "byte":
+            if reduced and np.asarray(image.convert("RGB")).max() < _DARK:
+                raise Unreadable("has 16 bits, of which the upper 8 are read, with no value above 4095: make it 8 bits")
             plain = _to_bytes(image, channels)
         else:
             plain = _to_classes(image, restore) if kind == "mask" else _to_values(image, restore)
@@ -203,6 +207,13 @@ def _is_signed(image: Image.Image) -> bool:
     return image.mode == "L" and getattr(image, "tag_v2", {}).get(Base.SampleFormat) == (2,)
 
 
+def _find_encoding(image: Image.Image) -> str:
+    """Return Pillow's name of how the pixels of a file are stored, such as L;4; empty: not known."""
+    tile = getattr(image, "tile", None)
+    args = tile[0].args if tile else ""
+    return str(args[0] if isinstance(args, tuple) else args)
+
+
 def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[Any]], NDArray[Any]]:
     """Return the function from Pillow's numbers to those of the file, in which a larger gray value is brighter.
 
@@ -215,17 +226,17 @@ def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[An
     if kind != "mask":
         top = 1 if image.mode == "F" else 2 ** tags.get(Base.BitsPerSample, (16,))[0] - 1
         return (lambda x: top - x) if tags.get(Base.PhotometricInterpretation) == 0 else np.asarray
-    encoding = tile[0].args if tile else ""
-    name, most = encoding if isinstance(encoding, tuple) and image.format == "PPM" else (encoding, 0)
-    name = name[0] if isinstance(name, tuple) else name
-    if image.mode == "L" and str(name)[:3] in ("L;2", "L;4"):
-        most = 2 ** int(name[2]) - 1
+    most = tile[0].args[1] if tile and image.format == "PPM" and isinstance(tile[0].args, tuple) else 0
+    encoding = _find_encoding(image)
+    if encoding[:3] in ("L;2", "L;4"):
+        most = 2 ** int(encoding[2]) - 1
     full = 65535 if image.mode.startswith("I") else 255
     return lambda x: np.round(x * (most / full)).astype(x.dtype) if most else x
 
 
 def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
     """Return the image in mode L or RGB, composited over white."""
+    image = image.convert("LA") if image.mode == "La" else image
     if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA", "RGBa"):
         over = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
