@@ -68,11 +68,6 @@ def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
     return torch.cat([part[:, 0].to(y.dtype) for part in parts])
 
 
-def resize_mask(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return one mask ``[...]`` resized to ``size``, as :func:`resize_masks` does."""
-    return resize_masks(y[None], size)[0]
-
-
 def resize_volume(x: Tensor, size: tuple[int, ...]) -> Tensor:
     """Return brightness ``x [C, ...]`` resized to ``size``, linear between voxels."""
     if tuple(x.shape[1:]) == size:
