@@ -87,7 +87,7 @@ def explain_unreadable(file: Path, kind: str = "") -> Iterator[None]:
 class Header:
     """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels.
 
-    ``turned``: whether the file says that its pixels are to be turned or mirrored.
+    ``turned``: whether a tag of the file asks to turn or mirror its pixels.
     """
 
     kind: Kind
@@ -141,11 +141,11 @@ def decode_image(
     """Return the pixels of ``file`` upright, ``[channels, H, W]``, and the levels of gray before it is resized.
 
     Args:
-        file: The file, or an open picture, which stays as it is.
+        file: The file, or an open picture, which is not changed.
         kind: ``byte`` and ``mask`` give uint8; ``integer`` and ``real`` give float32 with the file's own values, which
             must be in 0..65535 and [0, 1].
         channels: 1 or 3; gray is repeated.
-        size: ``(H, W)`` to resize to; empty: the picture's own.
+        size: ``(H, W)`` to resize to; empty: no resizing.
 
     Raises:
         Unreadable: The file is damaged, or of another kind.
@@ -159,7 +159,7 @@ def decode_image(
         ImageOps.exif_transpose(image, in_place=True)
         if kind == "byte":
             if reduced and np.asarray(image.convert("RGB")).max() < _DARK:
-                raise Unreadable("has 16 bits, of which the upper 8 are read, with no value above 4095: make it 8 bits")
+                raise Unreadable("has 16 bits with no value above 4095, and the upper 8 bits are read: make it 8 bits")
             plain = _to_bytes(image, channels)
         else:
             plain = _to_classes(image, restore) if kind == "mask" else _to_values(image, restore)
@@ -187,7 +187,7 @@ def to_classes(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 @contextmanager
 def _open_image(file: Path) -> Iterator[Image.Image]:
-    """Open an image lazily; errors are those of :func:`explain_unreadable`."""
+    """Open an image lazily, with the errors of :func:`explain_unreadable`."""
     with explain_unreadable(file):
         try:
             # not by name: Pillow would memory-map plain gray TIFFs and rotate orientations 5 to 8 wrongly
@@ -215,7 +215,7 @@ def _find_encoding(image: Image.Image) -> str:
 
 
 def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """Return the function from Pillow's numbers to those of the file, in which a larger gray value is brighter.
+    """Return the function from Pillow's numbers to the file's, as brightness where these are gray.
 
     Pillow expands 2 and 4 bits, and values of PGM files, to 8 or 16 bits, which would change class numbers, and does
     not invert TIFF files of more than 8 bits in which 0 is white.

@@ -30,7 +30,7 @@ Order = Literal[0, 1, 3]
 ROUNDED = 1e-5
 """Difference of two classes' shares of a voxel that is rounding."""
 STRETCH = 0.05
-"""Change of an image's proportions from which it is said."""
+"""Change of an image's proportions that a notice names."""
 CHUNK = 1000
 """Number of images to resize at a time, because floats take four times the memory."""
 

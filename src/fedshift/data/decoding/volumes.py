@@ -85,11 +85,11 @@ class VolumeHeader:
         axes: Directions of the file's own axes, such as ``RAS`` (right, anterior, superior), if known.
         affine: Transform of the voxels ``(column, row, slice)`` of the decoded array to millimeters, ``[4, 4]``; None:
             unknown.
-        placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
+        placed: Whether the directions of its axes in the patient are known (NIfTI: by a qform or sform).
         apart: Largest distance in millimeters between a voxel's places by the qform and by the sform of a NIfTI file.
-        order: Frames of a DICOM file in the order of their positions; empty: it has one frame, or does not say these.
-        hounsfield: Whether the file says that its values are Hounsfield units.
-        patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
+        order: Frames of a DICOM file in the order of their positions; empty: one frame, or not known.
+        hounsfield: Whether its values are Hounsfield units.
+        patient: DICOM's PatientID, only in memory; empty: not known.
 
     """
 
@@ -191,7 +191,7 @@ def measure_volume(file: Path) -> Window:
 
 
 def _find_ranges(file: Path, values: Array, resampled: Array) -> list[Window]:
-    """Return the range of each channel of a NIfTI file, or that of all channels of a DICOM file."""
+    """Return the range of each channel of a NIfTI file, or one of all channels of a DICOM file."""
     pairs = zip(values, resampled, strict=True) if file.name.lower().endswith(NIFTI) else [(values, resampled)]
     return [find_range(*pair) for pair in pairs]
 
@@ -217,12 +217,12 @@ def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:
     if other_axes and (mask.affine is None or image.affine is None):
         return axes
     if mask.axes not in ("", "RAS") and not image.axes:
-        return f"has axes that point {mask.axes}, but its image {{image}} does not say where its axes point"
+        return f"has axes that point {mask.axes}, but its image {{image}} has axes of unknown direction"
     if image.axes not in ("", "RAS") and image.affine is not None and not mask.axes and len(mask.shape) == 3:
-        return f"does not say where its axes point, but those of its image {{image}} point {image.axes}"
+        return f"has axes of unknown direction, but its image {{image}} has axes that point {image.axes}"
     unknown = image.affine is None and mask.affine is None and bool(image.order) != bool(mask.order)
     if unknown and list(image.order or mask.order) != sorted(image.order or mask.order):
-        return "and its image {image} have frames in different orders, of which one does not say the positions"
+        return "and its image {image} have frames in different orders, and one has no positions of frames"
     if mask.spacing and image.spacing and not np.allclose(mask.spacing, image.spacing, rtol=CLOSE):
         return f"has a spacing of {_times(mask.spacing)} mm, but its image {{image}} {_times(image.spacing)} mm"
     if mask.affine is not None and image.affine is not None:
@@ -306,7 +306,7 @@ def _describe_nifti(file: Path) -> tuple[VolumeHeader, Array]:
     known = {int.from_bytes(block[:4], order): order for order in ("little", "big")}
     size = next((each for each in _HEADERS if each in known), None)
     if size is None or len(block) < size:
-        raise Unreadable("is no NIfTI file, or is cut short")
+        raise Unreadable("is not a NIfTI file, or is cut short")
     kind = nibabel.Nifti1Header if size == min(_HEADERS) else nibabel.Nifti2Header
     header = kind(block[:size], endianness="<" if known[size] == "little" else ">", check=False)
     shape, dtype = tuple(map(int, header.get_data_shape())), header.get_data_dtype()
@@ -327,7 +327,9 @@ def _describe_nifti(file: Path) -> tuple[VolumeHeader, Array]:
     affine[:3] *= unit
     apart = 0.0
     if header["qform_code"] and header["sform_code"]:
-        with suppress(ValueError, nibabel.spatialimages.HeaderDataError):  # a qform that is no rotation, and not used
+        with suppress(
+            ValueError, nibabel.spatialimages.HeaderDataError
+        ):  # a qform that is not a rotation, and not used
             apart = unit * _measure_distance(header.get_qform(), header.get_sform(), max(shape[:3]))
     channels = shape[3] if len(shape) == 4 else 1
     places = (*shape[:3], *(1,) * (3 - len(shape)))
