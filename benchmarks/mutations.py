@@ -271,6 +271,14 @@ ENGINES = (
 )  # fmt: skip
 
 DATA = (
+    Fault("frames-as-stored", "data/decoding/dicom.py", "read_values", "order or range(frames)", "range(frames)",
+          "tests/data/decoding/test_dicom_values.py"),
+    Fault("slope-of-the-first-frame", "data/decoding/dicom.py", "read_values", "stored[frame], frame",
+          "stored[frame], 0", "tests/data/decoding/test_dicom_values.py"),
+    Fault("white-is-0-not-inverted", "data/decoding/images.py", "_find_stored_numbers", "lambda x: top - x",
+          "lambda x: x", "tests/data/decoding/test_pictures.py"),
+    Fault("microvolts-are-volts", "data/decoding/signals.py", "_convert_units", "_MICRO)", "1e3)",
+          "tests/data/files/test_signals.py"),
     Fault("slices-left-is-right", "data/decoding/dicom.py", "read_series", "affine[:3] *= _LPS_TO_RAS[:, None]", "pass",
           "tests/data/files/test_dicom.py"),
     Fault("slices-turned-by-file-names", "data/decoding/dicom.py", "stack_slices", "return np.stack(values)",

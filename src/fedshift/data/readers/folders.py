@@ -30,7 +30,7 @@ from ..agreement import refuse_other_labels
 from ..decoding import Decoding, decode, list_members
 from ..decoding.images import SUFFIXES, Unreadable, decode_image, read_header
 from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, describe_gray, parse_window
-from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
+from ..decoding.resizing import describe_stretch, resample_mask, resize_masks
 from ..decoding.signals import SIGNALS, VALUES, SignalHeader, read_signal_header
 from ..decoding.volumes import READABLE, decode_mask, describe_spacing, parse_spacing, read_volume_header
 from ..files import grids, listing, pairing
@@ -498,7 +498,7 @@ def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading
             return decode_image(file, kind="mask", size=size)
         mask = decode_mask(file)
         mask = resample_mask(mask, before[file], spacing) if file in before else mask
-        return resize_mask(torch.from_numpy(mask), size).numpy()[None], NO_LEVELS
+        return resize_masks(torch.from_numpy(mask)[None], size).numpy(), NO_LEVELS
 
     facts = "masks", spacing, [*before.values()]
     return _decode_together(files, name, masks, read_mask, facts, reading, masks=True)[0]
