@@ -431,7 +431,7 @@ class Federation:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """By client, the number and digests of the samples and targets of its splits, of which a resumed run has equal.
+        """Number and digest of the samples, and of the targets, of every split of every client, for a resumed run.
 
         They cover values in memory, items of lazy datasets, and what files hold that batches decode; if a split has
         more than 256 MB of such files, the name, size and time of change of each: copy these with their times
@@ -439,12 +439,10 @@ class Federation:
         """
         known = cache(digest_samples)
         return {
-            client.name: ", ".join(
-                f"{len(split)} {name} samples {samples}, targets {targets}"
-                for name, split in client.splits.items()
-                for samples, targets in [known(split)]
-            )
+            f"client {client.name!r}, {name} {what}": f"{len(split)} ({digest})"
             for client in self.clients
+            for name, split in client.splits.items()
+            for what, digest in zip(("samples", "targets"), known(split), strict=True)
         }
 
     @property

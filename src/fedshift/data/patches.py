@@ -47,7 +47,7 @@ Size = tuple[int, ...]
 class Patches:
     """The ``size`` of patches, ``(D, H, W)`` or ``(H, W)``, and the true size of each row of a store.
 
-    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size to which files are resized before; empty: they keep theirs.
+    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size to which files are resized first; empty: none.
     """
 
     size: Size
