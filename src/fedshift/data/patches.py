@@ -1,8 +1,8 @@
 """Patches of large cases for training, and windows that cover whole cases for everything else.
 
 A case is an image with its mask, of any size. A store keeps cases padded at their ends to one size, with the number of
-voxels that each has in truth (``true_sizes``). Each visit of a sample in training cuts one patch from its case. Where it
-lies is drawn from a stream with the key of the step and the sample's row, so that engines, resumed runs and other
+voxels that each has in truth (``true_sizes``). Each visit of a sample in training cuts one patch from its case. Its
+place is drawn from a stream with the key of the step and the sample's row, so that engines, resumed runs and other
 orders of clients make the same draws. The last samples of a batch, a third of it (in a batch of one, with probability
 1/3), are centered on a random voxel of a random class in their mask, except the background, as in nnU-Net
 (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z). A patch is within its case; along an axis on which the case is

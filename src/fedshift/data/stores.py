@@ -5,8 +5,8 @@ A store returns samples for rows as a tensor in memory does for an index, so tha
 afterwards; a store keeps only a cache of bounded size. Values are checked when they are read, because checking all in
 advance would mean reading all of them.
 
-Rows of a file are read, not mapped: mapped pages count as memory of the process, and the operating system maps up to
-megabytes around a row. If a store is sent to another process, only the file's name is sent.
+An array's file is mapped only while rows of it are copied, because mapped pages count as memory of the process. If its
+store is sent to another process, only the file's name is sent.
 
 A random transform draws from a generator keyed by seed, client, step and row, so that a resumed run, another engine and
 another number of workers make the same draws. The global generators of Python, NumPy and torch are seeded from it, and
@@ -239,47 +239,37 @@ def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor
 
 
 class FileStore(LazyStore):
-    """An array ``[N, ...]`` in a file; only the requested rows are read."""
+    """An array ``[N, ...]`` in a file, which is mapped while rows of it are copied."""
 
     def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
         root = array
         while isinstance(root.base, np.memmap):
             root = root.base
         start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        self.where, self._path, self._dtype = where, Path(str(array.filename)).resolve(), array.dtype
-        self._offset, self._stride = root.offset + start, array.strides[0]
-        self._each, self._strides = array.shape[1:], array.strides[1:]
-        reach = [(count - 1) * stride for count, stride in zip(self._each, self._strides, strict=True)]
-        self._before = -sum(step for step in reach if step < 0)  # bytes of a row before its first value
-        self._span = self._before + sum(step for step in reach if step > 0) + array.dtype.itemsize
+        self.where, self._path = where, Path(str(array.filename)).resolve()
+        self._layout = array.shape, array.dtype, root.offset + start, array.strides
         super().__init__(where, len(array), self._load(np.zeros(1, np.int64), ()))
 
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        x = np.empty((len(rows), *self._each), self._dtype)
+    def _map(self) -> Array:
+        """Return the array as it is in the file now."""
+        shape, dtype, offset, strides = self._layout
         try:
-            with self._path.open("rb", buffering=0) as file:
-                for place, row in enumerate(rows.tolist()):
-                    file.seek(self._offset + row * self._stride - self._before)
-                    x[place] = np.ndarray(self._each, self._dtype, file.read(self._span), self._before, self._strides)
-        except (OSError, TypeError) as error:
+            return np.ndarray(shape, dtype, np.memmap(self._path, np.uint8, "r").data, offset, strides)
+        except (OSError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{self._path} cannot be read ({error}): give a complete file, and keep it in place"
             ) from error
-        return to_tensor(x, self.where, copy=False)
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        return to_tensor(self._map()[rows], self.where, copy=False)
 
     @override
     def digest(self, rows: NDArray[np.int64]) -> bytes:
-        try:
-            whole = np.memmap(self._path, np.uint8, "r")
-            if len(whole) <= CONTENT:
-                strides = self._stride, *self._strides
-                x = np.ndarray((len(self), *self._each), self._dtype, whole.data, self._offset, strides)
-                return digest_arrays(x[some] for some in divide(rows, CHUNK))
-        except (OSError, TypeError, ValueError) as error:
-            raise FedshiftError(f"{self._path} cannot be read ({error}): give a complete file") from error
-        layout = self._offset, self._stride, self._strides, self._dtype.str
-        return blake2b(repr(layout).encode() + rows.tobytes() + digest_files([[self._path]]), digest_size=16).digest()
+        x = self._map()
+        if self._path.stat().st_size <= CONTENT:
+            return digest_arrays(x[some] for some in divide(rows, CHUNK))
+        return blake2b(repr(self._layout).encode() + rows.tobytes() + digest_files([[self._path]])).digest()
 
 
 class MappedStore(LazyStore):
