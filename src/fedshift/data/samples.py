@@ -29,7 +29,7 @@ from ..utils.errors import FedshiftError, Ref, UsageError
 from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_numbers, to_tensor
 from .patches import Patches, extend
 from .preparation import HALF, Augment, FeatureScaling, Scaling, scale_stored
-from .stores import CHUNK, PIECE, FileStore, JoinedStore, Keys, LazyStore, digest_arrays, read_rows
+from .stores import CHUNK, PIECE, FileStore, Keys, LazyStore, StoreView, digest_arrays, digest_rows, read_rows
 
 SHOWN = 20
 """Maximum number of clients, and of classes, to print one by one."""
@@ -389,7 +389,7 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
                 Ref(normalize="half"),
             )
         leads = {part.store: part.patches for part in reversed(parts)}
-        return joined._replace(x=JoinedStore(list(stores)), patches=_join_patches([leads[store] for store in stores]))
+        return joined._replace(x=StoreView(list(stores)), patches=_join_patches([leads[store] for store in stores]))
     number, places = number_distinct(rows)
     once = [part.take(own) for part, own in zip(parts, _divide(places, parts), strict=True)]
     x = torch.cat([part.x if alike else part.scale(part.x) for part in once])
@@ -448,10 +448,7 @@ def digest_samples(split: Samples) -> tuple[str, str]:
         found.update(patches.true_sizes[rows].tobytes())
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
         found.update(scaling.digests[rows].tobytes())
-    if isinstance(split.store, LazyStore):
-        found.update(split.store.digest(rows))
-    else:
-        found.update(digest_arrays(split.copy_rows(piece).cpu().numpy() for piece in split.pieces()))
+    found.update(digest_rows(split.store, split.rows))
     y = split.y.cpu().numpy()
     targets = blake2b(f"{y.shape}{y.dtype}".encode() + digest_arrays([y]), digest_size=8)
     return found.hexdigest(), targets.hexdigest()

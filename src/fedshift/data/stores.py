@@ -133,42 +133,23 @@ class LazyStore(ABC):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyStore:
         """Return the store with ``change``, which treats samples independently, applied to all samples when read."""
-        return _Changed(self, change)
+        return StoreView([self], change)
 
     def to(self, device: torch.device) -> LazyStore:
         """Return the store with its samples on ``device`` when read."""
-        return self if device.type == "cpu" else _Changed(self, partial(Tensor.to, device=device))
+        return self if device.type == "cpu" else self.map(partial(Tensor.to, device=device))
 
 
-class _Changed(LazyStore):
-    """A store whose samples are changed when they are read."""
+class StoreView(LazyStore):
+    """Stores with samples of the same shape and type one after another; ``change`` is applied to what is read."""
 
-    def __init__(self, store: LazyStore, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(store.where, len(store), change(torch.zeros(1, *store.shape[1:], dtype=store.dtype)))
-        self.draws, self.repeats, self.threaded = store.draws, store.repeats, store.threaded
-        self.probed = store.probed
-        self._store, self._change = store, change
-
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        return self._change(self._store.read(torch.from_numpy(rows), key))
-
-    @override
-    def digest(self, rows: NDArray[np.int64]) -> bytes:
-        return self._store.digest(rows)  # shape and type, which are in the digest of a split, tell the change
-
-
-class JoinedStore(LazyStore):
-    """Several stores with samples of the same shape and type, one after another."""
-
-    def __init__(self, stores: Sequence[LazyStore | Tensor]) -> None:
-        first = stores[0]
-        where = next(store.where for store in stores if isinstance(store, LazyStore))
-        super().__init__(where, sum(map(len, stores)), torch.zeros(1, *first.shape[1:], dtype=first.dtype))
+    def __init__(self, stores: Sequence[LazyStore | Tensor], change: Callable[[Tensor], Tensor] | None = None) -> None:
         lazy = [store for store in stores if isinstance(store, LazyStore)]
+        sample = torch.zeros(1, *stores[0].shape[1:], dtype=stores[0].dtype)
+        super().__init__(lazy[0].where, sum(map(len, stores)), change(sample) if change else sample)
         self.draws, self.repeats = any(store.draws for store in lazy), all(store.repeats for store in lazy)
         self.threaded, self.probed = all(store.threaded for store in lazy), min(store.probed for store in lazy)
-        self._stores, self._ends = tuple(stores), list(accumulate(map(len, stores)))
+        self._stores, self._change, self._ends = tuple(stores), change, list(accumulate(map(len, stores)))
 
     def _divide(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the number of each store that has some of ``rows``, their places among these, and their rows in it."""
@@ -179,22 +160,18 @@ class JoinedStore(LazyStore):
 
     @override
     def digest(self, rows: NDArray[np.int64]) -> bytes:
-        digest = blake2b(digest_size=16)
-        for number, places, own in self._divide(rows):
-            store = self._stores[number]
-            digest.update(places.numpy().tobytes())
-            digest.update(
-                digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(own, CHUNK))
-                if isinstance(store, Tensor)
-                else store.digest(own.numpy())
-            )
-        return digest.digest()
+        """Return a digest as of other stores; shape and type, which are digested with a split, tell the change."""
+        parts = [(places, digest_rows(self._stores[number], own)) for number, places, own in self._divide(rows)]
+        return b"".join(places.numpy().tobytes() + digest for places, digest in parts)
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         x: Tensor | None = None
         for number, places, own in self._divide(rows):
-            part = read_rows(self._stores[number], own, (*key, number) if key else ())
+            part = read_rows(self._stores[number], own, (*key, number) if key and len(self._stores) > 1 else key)
+            part = self._change(part) if self._change else part
+            if len(places) == len(rows):
+                return part
             x = part.new_empty(len(rows), *self.shape[1:]) if x is None else x
             x[places.to(x.device)] = part
         return torch.empty(0, *self.shape[1:], dtype=self.dtype) if x is None else x
@@ -231,6 +208,13 @@ def digest_files(groups: Iterable[Iterable[Path]]) -> bytes:
     except OSError as error:
         raise FedshiftError(f"{error.filename} cannot be read ({error.strerror}): keep it in place") from error
     return blake2b(repr([sorted(known[file] for file in group) for group in listed]).encode(), digest_size=16).digest()
+
+
+def digest_rows(store: Tensor | LazyStore, rows: Tensor) -> bytes:
+    """Return a digest of the samples of ``store`` at ``rows``, in this order (:meth:`LazyStore.digest`)."""
+    if isinstance(store, LazyStore):
+        return store.digest(rows.cpu().numpy())
+    return digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(rows, CHUNK))
 
 
 def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
