@@ -112,7 +112,7 @@ def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...], inputs: 
             part = partial(take_part, inputs=inputs, name=each.name)
             stores = {store: map_store(store, part) for store in {split.store for split in splits.values()}}
             named = {f"{where}, input {each.name!r}": split for where, split in splits.items()}
-            check_scales({where: s.with_samples(stores[s.store]) for where, s in named.items()}, each.shape)
+            check_scales({where: s.replace(x=stores[s.store]) for where, s in named.items()}, each.shape)
     if inputs:
         return
     half = all(split.normalization == HALF for split in splits.values() if split.dtype == torch.uint8)

@@ -100,7 +100,7 @@ class ClientData:
     def normalize(self) -> ClientData:
         """Return the client with images normalized by its training images' mean and standard deviation per channel."""
         own = Normalization.fit(self.train.read_all())
-        return self.with_splits({k: split.with_samples(split.store, own) for k, split in self.splits.items()})
+        return self.with_splits({k: split.replace(normalization=own) for k, split in self.splits.items()})
 
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
@@ -346,12 +346,12 @@ class Federation:
         fit = cache(lambda store: _fit_store(store, channels, tuple(store.shape[2:]) if cases else target))  # once each
 
         def fit_split(split: Samples) -> Samples:
-            made = split.with_samples(fit(split.store))
+            made = split.replace(x=fit(split.store))
             if cases or split.y.ndim != 3:
                 return made
             if split.patches and split.whole_shape[1:] != target:
-                made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
-            return made.with_targets(resize_masks(split.y, target))
+                made = made.replace(patches=Patches.whole(split.patches.size, target, len(split.store), resized=target))
+            return made.replace(y=resize_masks(split.y, target))
 
         told = [] if cases else [describe_stretch(sizes, target)]
         if len(sizes) > 1 and not size and not cases:
@@ -390,7 +390,7 @@ class Federation:
             whole = split.whole_shape[1:]
             made = Patches.whole(size, whole, len(split.store), resized=whole if resized else ())
             sizes = (true_sizes or {}).get(split.store)
-            return split.with_patches(made if sizes is None else replace(made, true_sizes=sizes))
+            return split.replace(patches=made if sizes is None else replace(made, true_sizes=sizes))
 
         return self.map_splits(cut)
 
@@ -400,12 +400,12 @@ class Federation:
         if len(set(map(is_whole, stores))) < 2:
             return self
         convert = cache(lambda store: map_store(store, Tensor.float) if is_whole(store) else store)  # once for each
-        return self.map_splits(lambda split: split.with_samples(convert(split.store)))
+        return self.map_splits(lambda split: split.replace(x=convert(split.store)))
 
     def to(self, device: torch.device) -> Federation:
         """Return the clients with their samples on ``device``."""
         move = cache(lambda store: store.to(device))  # once for each shared array
-        return self.map_splits(lambda split: split.with_samples(move(split.store)).to(device))
+        return self.map_splits(lambda split: split.replace(x=move(split.store)).to(device))
 
     def normalize(self, normalization: Normalization) -> Federation:
         """Return the federation whose images are scaled by ``normalization`` when a batch is taken."""
@@ -414,7 +414,7 @@ class Federation:
             raise UsageError(
                 f"normalization of {wrong} channels for images of {self.sample_shape[0]}: give one of each"
             )
-        return self.map_splits(lambda split: split.with_samples(split.store, normalization))
+        return self.map_splits(lambda split: split.replace(normalization=normalization))
 
     def normalize_clients(self) -> Federation:
         """Return the federation with each client's images scaled by its training images."""
@@ -566,4 +566,4 @@ def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federat
     task = data.task.prepare([client.train.y for client in trained])
     if task == data.task:
         return data
-    return replace(data.map_splits(lambda split: split.with_targets(task.encode(split.y))), task=task)
+    return replace(data.map_splits(lambda split: split.replace(y=task.encode(split.y))), task=task)

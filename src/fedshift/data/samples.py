@@ -133,10 +133,10 @@ class Samples:
     def take(self, index: Tensor) -> Samples:
         """Return the samples at ``index`` (int64), in that order; the array is shared, not copied."""
         group = None if self.group is None else self.group[index]
-        return self._replace(y=self.y[index], rows=self.rows[index], group=group)
+        return self.replace(y=self.y[index], rows=self.rows[index], group=group)
 
-    def _replace(self, **fields: Any) -> Samples:
-        """Return these samples with other arguments of :class:`Samples`."""
+    def replace(self, **fields: Any) -> Samples:
+        """Return the same samples but for these arguments of :class:`Samples`; another ``x`` has as many rows."""
         own = {name: getattr(self, name) for name in ("y", "normalization", "group", "patches")}
         return Samples(**{"x": self.store, "rows": None if self._all else self.rows, **own, **fields})
 
@@ -239,18 +239,10 @@ class Samples:
         parts = [self.patches.cut(self.y[n], place, IGNORED) for n, place in zip(numbers, places, strict=True)]
         return torch.stack(parts) if parts else self.y.new_empty(0, *self.patches.size)
 
-    def with_samples(self, x: Tensor | LazyStore, normalization: Scaling | None = None) -> Samples:
-        """Return the same selection of samples from another array of the same length."""
-        return self._replace(x=x, normalization=normalization or self.normalization)
-
-    def with_targets(self, y: Tensor) -> Samples:
-        """Return the same samples with other targets."""
-        return self._replace(y=y)
-
     def copy_alone(self) -> Samples:
         """Return the same samples, without groups, in an array that has no others."""
         patches = self.patches and self.patches.take(self.rows)
-        return self._replace(x=self.x, rows=None, group=None, patches=patches)
+        return self.replace(x=self.x, rows=None, group=None, patches=patches)
 
     def read_all(self) -> Iterator[Tensor]:
         """Yield copies of all stored samples, some at a time ``[n, ...]``, without padding."""
@@ -259,15 +251,11 @@ class Samples:
         else:
             yield from (self.read_case(number)[0] for number in range(len(self)))
 
-    def with_patches(self, patches: Patches) -> Samples:
-        """Return the same samples as cases, of which patches are cut."""
-        return self._replace(patches=patches)
-
     def to(self, device: torch.device) -> Samples:
         """Return the same samples on ``device``."""
         rows = None if self._all else self.rows.to(device)
         group = None if self.group is None else self.group.to(device)
-        return self._replace(x=self.store.to(device), y=self.y.to(device), rows=rows, group=group)
+        return self.replace(x=self.store.to(device), y=self.y.to(device), rows=rows, group=group)
 
     def check(self, where: str, task: Task, classes: int) -> None:
         """Raise :class:`UsageError`, with ``where`` in front, unless samples and targets can be used for training."""
@@ -377,7 +365,7 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     if len(parts) == 1:
         return first
     rows, stores = number_rows(parts, *(part.normalization for part in parts)), dict.fromkeys(p.store for p in parts)
-    joined = first._replace(y=torch.cat([part.y for part in parts]), rows=rows, group=_join_groups(parts))
+    joined = first.replace(y=torch.cat([part.y for part in parts]), rows=rows, group=_join_groups(parts))
     alike = len({(part.dtype, part.normalization) for part in parts}) == 1
     if alike and len(stores) == 1:
         return joined
@@ -389,13 +377,13 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
                 Ref(normalize="half"),
             )
         leads = {part.store: part.patches for part in reversed(parts)}
-        return joined._replace(x=StoreView(list(stores)), patches=_join_patches([leads[store] for store in stores]))
+        return joined.replace(x=StoreView(list(stores)), patches=_join_patches([leads[store] for store in stores]))
     number, places = number_distinct(rows)
     once = [part.take(own) for part, own in zip(parts, _divide(places, parts), strict=True)]
     x = torch.cat([part.x if alike else part.scale(part.x) for part in once])
     patches = _join_patches([part.patches and part.patches.take(part.rows) for part in once])
     whole = number if len(number) > len(places) else None
-    return joined._replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
+    return joined.replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
 
 
 def _divide(places: Tensor, parts: Sequence[Samples]) -> list[Tensor]:
@@ -412,7 +400,7 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
         return parts
     size = tuple(max(lengths) for lengths in zip(*(part.whole_shape[1:] for part in parts), strict=True))
     enlarge = cache(lambda store: map_store(store, partial(extend, size=size)))  # once for each store
-    return [part._replace(x=enlarge(part.store), y=extend(part.y, size, IGNORED)) for part in parts]
+    return [part.replace(x=enlarge(part.store), y=extend(part.y, size, IGNORED)) for part in parts]
 
 
 def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
