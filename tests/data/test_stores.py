@@ -222,7 +222,7 @@ def test_lazy_samples_are_not_read_whole_at_the_start_of_a_run(tiny, monkeypatch
 
 
 def test_lazy_samples_are_read_in_pieces_of_a_limited_size(tiny, monkeypatch):
-    monkeypatch.setattr("fedshift.data.samples.PIECE", 7 * 3 * 8 * 8)
+    monkeypatch.setattr("fedshift.data.samples.CHUNK_BYTES", 7 * 3 * 8 * 8)
     lazy = lazily(tiny).clients[0]
     scales = [client.normalize().train.normalization for client in (lazy, tiny.clients[0])]
     assert scales[0].mean == pytest.approx(scales[1].mean, rel=1e-12)

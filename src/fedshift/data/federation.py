@@ -309,7 +309,7 @@ class Federation:
 
         Without ``size``, images of different sizes become 28 x 28, the size of the papers' digits. Resizing is bilinear
         with antialiasing for images and nearest-pixel for masks. Samples that are not images are unchanged, except that
-        integers become floats if other samples are floats. Cases of which patches are cut keep their sizes, unless
+        integers become floats if other samples are floats. Cases with patches keep their sizes, unless
         there is a ``size``. Raises :class:`UsageError` if channels cannot be matched.
         """
         shapes = {where: split.whole_shape for where, split in self.named_splits().items()}

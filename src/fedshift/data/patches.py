@@ -11,7 +11,7 @@ mask.
 
 Windows have the size of a patch and MONAI's positions (``sliding_window_inference``): steps of half their size, and the
 last one ends with the case. The scores of a voxel are the mean over its windows, weighted by a Gaussian around the
-window's center with a deviation of 1/8 of its size, and at least :data:`LEAST`. One window's scores are not weighted.
+window's center with a deviation of 1/8 of its size, and at least :data:`LEAST_WEIGHT`. One window has no weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..utils.random_streams import Key, stream
 OVERLAP = 0.5
 DEVIATION = 1 / 8
 """Standard deviation of the weights of a window, as a share of its size."""
-LEAST = 1e-3
+LEAST_WEIGHT = 1e-3
 CENTERED = 1 / 3
 """Share of a batch whose patches are centered on a class other than the background."""
 AT_ONCE = 4
@@ -145,7 +145,7 @@ def weigh_window(size: Size) -> Tensor:
     for n in size:
         from_middle = torch.arange(n, dtype=torch.float64) - (n - 1) / 2
         weight = weight[..., None] * torch.exp(-0.5 * (from_middle / (DEVIATION * n)) ** 2)
-    return weight.clamp(min=LEAST).float()
+    return weight.clamp(min=LEAST_WEIGHT).float()
 
 
 def slide(score: Callable[[Tensor], Tensor], x: Tensor, size: Size) -> Tensor:

@@ -29,7 +29,17 @@ from ..utils.errors import FedshiftError, Ref, UsageError
 from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_numbers, to_tensor
 from .patches import Patches, extend
 from .preparation import HALF, Augment, FeatureScaling, Scaling, scale_stored
-from .stores import CHUNK, PIECE, FileStore, Keys, LazyStore, StoreView, digest_arrays, digest_rows, read_rows
+from .stores import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    FileStore,
+    Keys,
+    LazyStore,
+    StoreView,
+    digest_arrays,
+    digest_rows,
+    read_store,
+)
 
 SHOWN = 20
 """Maximum number of clients, and of classes, to print one by one."""
@@ -142,7 +152,7 @@ class Samples:
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
         """Return a copy of the stored samples at ``index``."""
-        return read_rows(self.store, self.find_rows(index))
+        return read_store(self.store, self.find_rows(index))
 
     def find_rows(self, index: Tensor | slice) -> Tensor:
         """Return the rows of the store that hold the samples at ``index``."""
@@ -188,7 +198,7 @@ class Samples:
 
     def pieces(self, count: int | None = None) -> Iterator[slice]:
         """Yield slices that cover all samples, or ``count`` of them, in order, each small enough to read at once."""
-        step = self.store.count_rows(PIECE) if isinstance(self.store, LazyStore) else CHUNK
+        step = self.store.count_rows(CHUNK_BYTES) if isinstance(self.store, LazyStore) else CHUNK_ROWS
         yield from (slice(start, start + step) for start in range(0, len(self) if count is None else count, step))
 
     def probe(self) -> Iterator[Tensor]:
@@ -271,8 +281,8 @@ class Samples:
             except FedshiftError as error:
                 raise UsageError(str(error)) from error
             return
-        for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK):
-            bad = ~self.copy_rows(slice(start, start + CHUNK)).isfinite().flatten(1).all(dim=1)
+        for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK_ROWS):
+            bad = ~self.copy_rows(slice(start, start + CHUNK_ROWS)).isfinite().flatten(1).all(dim=1)
             if bad.any():
                 first = start + int(bad.nonzero()[0, 0])
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
@@ -323,7 +333,7 @@ def are_alike(parts: Sequence[Samples]) -> bool:
     )
 
 
-def count_bytes(parts: Iterable[Samples]) -> int:
+def count_memory(parts: Iterable[Samples]) -> int:
     """Return the number of bytes of the samples in ``parts``; shared arrays count once, lazy samples count 0."""
     return sum(store.nbytes for store in {part.store for part in parts} if isinstance(store, Tensor))
 

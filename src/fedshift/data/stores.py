@@ -51,9 +51,9 @@ REPEATED = 4
 """Number of times to decode the first item, to check whether the result is always the same."""
 DECODED = 256
 """Number of items to decode at a time when only their targets are needed."""
-CHUNK = 1000
+CHUNK_ROWS = 1000
 """Number of samples to check, resize or hash at a time."""
-PIECE = 2**26
+CHUNK_BYTES = 2**26
 """Bytes of lazy samples to read at a time when all are read."""
 CONTENT = 2**28
 """Largest file, in bytes, whose content is part of digests."""
@@ -117,12 +117,12 @@ class LazyStore(ABC):
 
         Raises :class:`FedshiftError` if they cannot be read.
         """
-        pieces = (torch.from_numpy(some) for some in divide(rows, self.count_rows(PIECE)))
+        pieces = (torch.from_numpy(some) for some in divide(rows, self.count_rows(CHUNK_BYTES)))
         return digest_arrays(self.read(some).cpu().numpy() for some in pieces)
 
     def count_rows(self, size: int) -> int:
-        """Return how many samples have at most ``size`` bytes; one at least, :data:`CHUNK` at most."""
-        return max(1, min(CHUNK, size // max(1, prod(self.shape[1:]) * self.dtype.itemsize)))
+        """Return how many samples have at most ``size`` bytes; one at least, :data:`CHUNK_ROWS` at most."""
+        return max(1, min(CHUNK_ROWS, size // max(1, prod(self.shape[1:]) * self.dtype.itemsize)))
 
     def identify(self, row: int) -> bytes:
         """Return a digest, 16 bytes, of what the sample at ``row`` is read from; empty: its values tell as much.
@@ -168,7 +168,7 @@ class StoreView(LazyStore):
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         x: Tensor | None = None
         for number, places, own in self._divide(rows):
-            part = read_rows(self._stores[number], own, (*key, number) if key and len(self._stores) > 1 else key)
+            part = read_store(self._stores[number], own, (*key, number) if key and len(self._stores) > 1 else key)
             part = self._change(part) if self._change else part
             if len(places) == len(rows):
                 return part
@@ -214,10 +214,10 @@ def digest_rows(store: Tensor | LazyStore, rows: Tensor) -> bytes:
     """Return a digest of the samples of ``store`` at ``rows``, in this order (:meth:`LazyStore.digest`)."""
     if isinstance(store, LazyStore):
         return store.digest(rows.cpu().numpy())
-    return digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(rows, CHUNK))
+    return digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(rows, CHUNK_ROWS))
 
 
-def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
+def read_store(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
     """Return a copy of the samples of ``store`` at ``rows``; ``key`` as in :meth:`LazyStore.read`."""
     return store.index_select(0, rows) if isinstance(store, Tensor) else store.read(rows, key)
 
@@ -252,7 +252,7 @@ class FileStore(LazyStore):
     def digest(self, rows: NDArray[np.int64]) -> bytes:
         x = self._map()
         if self._path.stat().st_size <= CONTENT:
-            return digest_arrays(x[some] for some in divide(rows, CHUNK))
+            return digest_arrays(x[some] for some in divide(rows, CHUNK_ROWS))
         return blake2b(repr(self._layout).encode() + rows.tobytes() + digest_files([[self._path]])).digest()
 
 
@@ -342,7 +342,7 @@ class DatasetStore(LazyStore):
         files = list_files(self._given.dataset)
         some = rows[:: max(1, len(rows) // self.probed) if files else 1] if self.repeats else rows[:0]
         missing = np.unique(some[~self._digests[some].any(axis=1)]).tolist()
-        step = min(DECODED, self.count_rows(PIECE))
+        step = min(DECODED, self.count_rows(CHUNK_BYTES))
         with self._lock:
             for part in divide(missing, step):
                 self._digest_items(part)
