@@ -70,9 +70,11 @@ def spoil(values, share, value=65535):
 )
 def test_the_fewest_bits_that_hold_all_but_a_few_pixels_are_chosen(images, top):
     """As by counting all pixels together."""
-    window, above = choose_gray(map(count_levels, images))
+    window, said = choose_gray({"a": [*map(count_levels, images)]})
     together = np.concatenate([image.ravel() for image in images])
-    assert (window, above) == ((0.0, top), (together > top).sum())
+    above = (together > top).sum()
+    assert window == (0.0, top)
+    assert (f"; {above:,} of {(together > 0).sum():,} training pixels above 0 are beyond" in said) == (above > 0)
     assert above <= 0.005 * (together > 0).sum()
 
 
@@ -103,6 +105,7 @@ def test_all_clients_have_the_range_of_all_and_a_window_needs_deep_gray(tmp_path
     make_gray(tmp_path / "run", top=16000, names="b")
     data = load_federation(str(tmp_path / "run"), DataSpec())
     assert {client.decoding.window for client in data.clients} == {(0.0, 16383.0)}
+    assert any("alone, clients need 12 at 'a', 14 at 'b'" in said for said in data.notices)
     save_gray(tmp_path / "flat" / "a" / "x" / "0.png", np.zeros((4, 4), np.uint8))
     with pytest.raises(UsageError, match="is for gray of more than 8 bits, which the images of client 'a' are not"):
         load_federation(str(tmp_path / "flat"), DataSpec(window="0,100"))

@@ -16,14 +16,14 @@ A hot pixel, an empty image or a small share of voxels thus changes neither the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
-from ...utils.words import Information
+from ...utils.words import Information, join_some
 
 Window = tuple[float, float]
 """Values that become -1 and 1."""
@@ -65,20 +65,29 @@ def count_levels(gray: NDArray[Any]) -> Levels:
     return tuple(int(np.count_nonzero(gray > top)) for top in _TOPS)
 
 
-def choose_gray(levels: Iterable[Levels]) -> tuple[Window, int]:
-    """Return the range of gray, and how many pixels are above it, from :func:`count_levels` of all training images."""
+def choose_gray(levels: Mapping[str, Sequence[Levels]]) -> tuple[Window, str]:
+    """Return the range of gray at all clients, and a notice of what it clips and of clients that alone had another.
+
+    ``levels``: :func:`count_levels` of each client's training images. The notice is a remark if it tells of neither.
+    """
+    bits, above, positive = _choose_bits([each for images in levels.values() for each in images])
+    top, others = 2**bits - 1, {name: _choose_bits(images)[0] for name, images in levels.items() if images}
+    text = f"gray of more than 8 bits read as {bits} bits, 0..{top} scaled to [-1, 1], at all clients"
+    if above:
+        beyond = f"{above:,} of {positive:,} training pixels above 0 are beyond and become 1"
+        text += f"; {beyond} (--window 0,65535 keeps all)"
+    if len(set(others.values())) > 1:
+        alone = join_some(f"{own} at {name!r}" for name, own in others.items())
+        text += f"; alone, clients need {alone}: if these are other units of one brightness, write them in one"
+        return (0.0, float(top)), text
+    return (0.0, float(top)), text if above else Information(text)
+
+
+def _choose_bits(levels: Iterable[Levels]) -> tuple[int, int, int]:
+    """Return the fewest bits that hold almost all pixels, how many do not fit, and how many are above 0."""
     positive, *above = np.sum([NO_LEVELS, *levels], axis=0).tolist()
-    top, count = next((top, count) for top, count in zip(_TOPS[1:], above, strict=True) if count <= EXCESS * positive)
-    return (0.0, float(top)), count
-
-
-def describe_gray(window: Window, clipped: int, positive: int) -> str:
-    """Return a notice of the range of gray, more than a remark if ``clipped`` of ``positive`` pixels are above it."""
-    text = f"gray read as {round(math.log2(window[1] + 1))} bits, 0..{window[1]:g} scaled to [-1, 1], at all clients"
-    if not clipped:
-        return Information(text)
-    share = f"{clipped:,} of {positive:,} training pixels above 0 are beyond and become 1"
-    return f"{text}; {share} (--window 0,65535 keeps all)"
+    bits, count = next((bits, n) for bits, n in zip(BITS, above, strict=True) if n <= EXCESS * positive)
+    return bits, count, positive
 
 
 def choose_shared(ends: Sequence[Window]) -> Window | None:
