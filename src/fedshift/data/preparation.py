@@ -247,11 +247,6 @@ class Preparation:
         noun = "column" if len(self.shape) == 1 else "channel"
         return [f"{names[number] if names else f'{noun} {number}'}: {text}" for number, text in sorted(texts.items())]
 
-    @property
-    def keeps_raw(self) -> bool:
-        """Return whether samples are stored raw, as a program takes them; a table's rows are not."""
-        return not isinstance(self.scaling, FeatureScaling)
-
     def __str__(self) -> str:
         if self.inputs:
             return f"several inputs: {self.describe_inputs()}"
