@@ -105,7 +105,7 @@ def test_all_clients_have_the_range_of_all_and_a_window_needs_deep_gray(tmp_path
     make_gray(tmp_path / "run", top=16000, names="b")
     data = load_federation(str(tmp_path / "run"), DataSpec())
     assert {client.decoding.window for client in data.clients} == {(0.0, 16383.0)}
-    assert any("alone, clients need 12 at 'a', 14 at 'b'" in said for said in data.notices)
+    assert any("alone would need 12 at 'a', 14 at 'b'" in said for said in data.notices)
     save_gray(tmp_path / "flat" / "a" / "x" / "0.png", np.zeros((4, 4), np.uint8))
     with pytest.raises(UsageError, match="is for gray of more than 8 bits, which the images of client 'a' are not"):
         load_federation(str(tmp_path / "flat"), DataSpec(window="0,100"))

@@ -6,8 +6,8 @@
   images of their :data:`PERCENTILES`, since equal values mean equal tissue.
 - Other medical images: :data:`PERCENTILES` of each channel of each image, since MRI, ultrasound and nuclear medicine
   have no common unit (as nnU-Net does, Isensee et al. 2021, doi:10.1038/s41592-020-01008-z, for all but CT). Where one
-  value fills more than :data:`SPARSE` of a channel, such as 0 around a few lesions, they are those of all other voxels,
-  widened to that value.
+  value fills more than :data:`SPARSE` of a channel, such as 0 around a few lesions, all other voxels count, and the
+  range includes that value.
 - A window in the settings replaces all of these. Clients that join others, and exported models, use the others' range.
 
 A hot pixel, an empty image or a small share of voxels thus changes neither the range of others nor makes its own empty.
@@ -68,7 +68,7 @@ def count_levels(gray: NDArray[Any]) -> Levels:
 def choose_gray(levels: Mapping[str, Sequence[Levels]]) -> tuple[Window, str]:
     """Return the range of gray at all clients, and a notice of what it clips and of clients that alone had another.
 
-    ``levels``: :func:`count_levels` of each client's training images. The notice is a remark if it tells of neither.
+    ``levels``: results of :func:`count_levels` for the training images of each client. The notice is a remark without these.
     """
     bits, above, positive = _choose_bits([each for images in levels.values() for each in images])
     top, others = 2**bits - 1, {name: _choose_bits(images)[0] for name, images in levels.items() if images}
@@ -78,7 +78,7 @@ def choose_gray(levels: Mapping[str, Sequence[Levels]]) -> tuple[Window, str]:
         text += f"; {beyond} (--window 0,65535 keeps all)"
     if len(set(others.values())) > 1:
         alone = join_some(f"{own} at {name!r}" for name, own in others.items())
-        text += f"; alone, clients need {alone}: if these are other units of one brightness, write them in one"
+        text += f"; each client alone would need {alone}: write all images in one unit"
         return (0.0, float(top)), text
     return (0.0, float(top)), text if above else Information(text)
 
@@ -91,7 +91,7 @@ def _choose_bits(levels: Iterable[Levels]) -> tuple[int, int, int]:
 
 
 def choose_shared(ends: Sequence[Window]) -> Window | None:
-    """Return one range for images in one unit from those of all training images; None if all are constant."""
+    """Return one range for images in one unit from the ``ends`` of all training images; None if all are constant."""
     wide = [each for each in ends if each[0] < each[1]]
     if not wide:
         return None

@@ -124,9 +124,9 @@ def find_spacing(
 def find_window(
     path: Path, headers: Mapping[str, VolumeHeader], trained: Collection[str], reading: ReadOptions
 ) -> tuple[Window | None, list[str]]:
-    """Return the values that become -1 and 1, None for each image's own, and a notice; arguments as of the spacing's.
+    """Return the values that become -1 and 1, and a notice; None: each image has its own range.
 
-    Clients that join others take those of these.
+    Arguments are as for :func:`find_spacing`. Clients that join others take the others' range.
     """
     if isinstance(reading.schema, Schema) and reading.schema.preparation.decoding.kind == "volume":
         return reading.schema.preparation.decoding.window, []
