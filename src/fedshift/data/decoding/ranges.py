@@ -66,21 +66,22 @@ def count_levels(gray: NDArray[Any]) -> Levels:
 
 
 def choose_gray(levels: Mapping[str, Sequence[Levels]]) -> tuple[Window, str]:
-    """Return the range of gray at all clients, and a notice of what it clips and of clients that alone had another.
+    """Return the range of gray at all clients, and a notice: a remark unless it clips, or a client alone had another.
 
-    ``levels``: results of :func:`count_levels` for the training images of each client. The notice is a remark without these.
+    ``levels``: results of :func:`count_levels` for the training images of each client.
     """
     bits, above, positive = _choose_bits([each for images in levels.values() for each in images])
-    top, others = 2**bits - 1, {name: _choose_bits(images)[0] for name, images in levels.items() if images}
-    text = f"gray of more than 8 bits read as {bits} bits, 0..{top} scaled to [-1, 1], at all clients"
+    alone = {name: _choose_bits(images)[0] for name, images in levels.items() if any(each[0] for each in images)}
+    text = f"gray of more than 8 bits read as {bits} bits, 0..{2**bits - 1} scaled to [-1, 1], at all clients"
+    said = []
     if above:
-        beyond = f"{above:,} of {positive:,} training pixels above 0 are beyond and become 1"
-        text += f"; {beyond} (--window 0,65535 keeps all)"
-    if len(set(others.values())) > 1:
-        alone = join_some(f"{own} at {name!r}" for name, own in others.items())
-        text += f"; each client alone would need {alone}: write all images in one unit"
-        return (0.0, float(top)), text
-    return (0.0, float(top)), text if above else Information(text)
+        said.append(
+            f"{above:,} of {positive:,} training pixels above 0 are beyond and become 1 (--window 0,65535 keeps all)"
+        )
+    if len(set(alone.values())) > 1:
+        needs = join_some(f"{own} at {name!r}" for name, own in alone.items())
+        said.append(f"each client alone would need {needs}: write all images in one unit")
+    return (0.0, 2.0**bits - 1), "; ".join([text, *said]) if said else Information(text)
 
 
 def _choose_bits(levels: Iterable[Levels]) -> tuple[int, int, int]:
