@@ -116,6 +116,24 @@ def test_a_patient_spelled_in_several_ways_is_one_group(tmp_path, spellings):
         assert np.unique(trained + tested, return_counts=True)[1].max() == 3
 
 
+@pytest.mark.parametrize(("who", "told"), [
+    (np.arange(24) // 2, 12), (np.arange(24) // 2.0, 12),
+    ([f"p{n // 2}" if n % 2 else f"P{n // 2}.0" for n in range(24)], 12),
+    (np.where(np.arange(24) == 5, np.nan, 1), "1 of 24 samples have no group, first row 5"),
+    ([None, "", *"abcdefghijklmnopqrstuv"], "2 of 24 samples have no group, first row 0"),
+])  # fmt: skip
+def test_groups_in_arrays_are_one_by_name_and_none_is_missing(who, told):
+    x, y = np.random.default_rng(0).normal(size=(24, 3)), np.arange(24) // 2 % 2
+    arrays = {"a": {"x": x, "y": y, "who": who}}
+    if isinstance(told, str):
+        with pytest.raises(UsageError, match=told):
+            load_source(arrays, DataSpec(groups="who"))
+    else:
+        (client,) = load_source(arrays, DataSpec(groups="who")).clients
+        trained, tested = set(client.train.group.tolist()), set(client.test.group.tolist())
+        assert len(trained) + len(tested) == len(trained | tested) == told
+
+
 def test_alike_clients_are_named_and_those_that_look_the_same_refused(tmp_path):
     assert any("clients have names that differ only in case" in notice for notice in read_table(
         tmp_path, site=["Mayo", "mayo"] * 12).notices)  # fmt: skip

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, IterableDataset, Subset
 
 from ..utils.errors import Ref, UsageError
 from ..utils.user_code import describe_error
-from .groups import MARK, find_groups
+from .groups import MARK, TABLES, find_groups, read_groups
 from .inputs import arrange, refuse_several, to_numbers
 
 INPUTS, LABELS = ("image", "img", "x", "pixel_values", "features"), ("label", "labels", "y", "target", "fine_label")
@@ -149,7 +149,7 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
         files = _name_files(whole)
         hub = groups is not None and is_hub_dataset(whole) and groups in whole.column_names
         found = whole[groups] if hub else getattr(whole, groups, None) if groups else None
-        if found is None and files and (groups is None or MARK in groups or groups.endswith(".csv")):
+        if found is None and files and (groups is None or MARK in groups or groups.lower().endswith(TABLES)):
             root = getattr(whole, "root", "")
             found = find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
             return found if len(found) else None
@@ -166,7 +166,7 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
         return found
 
     found = _take_items(data, list_groups)
-    return np.array([] if found is None else found).astype(np.str_)
+    return read_groups([] if found is None else found, where)
 
 
 def list_files(data: Any) -> list[str]:

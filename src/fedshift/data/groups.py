@@ -12,8 +12,10 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -67,6 +69,18 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
             Ref(groups=groups),
         )
     return np.array(found)
+
+
+def read_groups(values: Any, where: str) -> NDArray[np.str_]:
+    """Return an array of groups as text; raise :class:`UsageError` for samples without one, called ``where``."""
+    names = np.array(values)
+    lacking = np.flatnonzero(pd.isna(names) | (names.astype(np.str_) == ""))
+    if len(lacking):
+        raise UsageError(
+            f"{where}: {len(lacking)} of {len(names)} samples have no group, first row {lacking[0]} (counted from 0): "
+            "give each one, or name no groups"
+        )
+    return names.astype(np.str_)
 
 
 def _look_up(table: Path, files: Sequence[str]) -> tuple[list[str], int, str]:

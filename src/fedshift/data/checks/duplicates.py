@@ -18,8 +18,8 @@ from ...tasks import Regression, Segmentation, Survival
 from ...utils.words import join_some
 from ..copies import MANY_NUMBERS
 from ..federation import Federation
-from ..files.volumes import list_headers
-from .findings import EXAMPLES, FAULTS, Finding, list_places, locate_sample, make_finding
+from ..files.grids import list_headers
+from .findings import EXAMPLES, Finding, find_fix, list_places, locate_sample, make_finding
 from .survey import SplitSurvey
 
 SHOWN_PAIRS = 20
@@ -68,7 +68,7 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
         holders[part.split, number if separate else part.content].append(part)
     parts = [held[0] for held in holders.values()]
     proof = _count_numbers(data) >= MANY_NUMBERS
-    numeric = isinstance(data.task, Regression | Survival)
+    numeric, masked = isinstance(data.task, Regression | Survival), isinstance(data.task, Segmentation)
     copies = find_duplicates(parts, targets=numeric and not proof).reset_index()
     part_of, row_of = copies["part"].to_numpy(), copies["row"].to_numpy()
 
@@ -98,13 +98,10 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
         ]
         files = tuple(pair for pair in located if len({place.file for place in pair}) > 1)
         examples = files or tuple(located[:EXAMPLES])
-        severity, fix = FAULTS[kind]
-        if files and kind in ("repeats", "shared") and isinstance(data.task, Segmentation):
-            severity, fix = "error", COPIED
-        if not proof:
-            severity, fix = "warning", fix + _DOUBT
+        doubtful = {"severity": "warning", "fix": find_fix(kind)[1] + _DOUBT}
+        copied = {"severity": "error", "fix": COPIED} if files and masked and kind in ("repeats", "shared") else {}
         yield from list_places(
-            kind, what, shares, severity=severity, fix=fix, samples=int(counts.sum()), examples=examples
+            kind, what, shares, samples=int(counts.sum()), examples=examples, **(copied if proof else doubtful)
         )
     common = [held for held in holders.values() if len(held) > 1]
     if common:

@@ -8,8 +8,7 @@ its ROC curve (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747) hard
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from types import MappingProxyType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import pandas as pd
@@ -28,23 +27,22 @@ Ints = NDArray[np.int64]
 
 WRONG = 0.02
 """Share of the samples outside of the most frequent class that a column that determines the class may get wrong."""
-MOST = 20_000
+MOST_ROWS = 20_000
 """Maximum number of a client's rows to look at, evenly spaced."""
 AREA, RANKS = 0.99, 0.999
 """Least area under the ROC curve of two classes, and least rank correlation with a number, of such a column."""
 
 
 class _Tally(NamedTuple):
-    """Counts for a column and the targets of one client.
+    """Counts for a column and the classes of one client.
 
     ``wrong``: samples that it gets wrong. ``others``: samples outside of the most frequent class. ``area``: under the
-    ROC curve of two classes. ``ranks``: rank correlations by numeric target.
+    ROC curve of two classes.
     """
 
-    wrong: float = 0.0
-    others: int = 0
+    wrong: float
+    others: int
     area: float = 0.5
-    ranks: Mapping[str, float] = MappingProxyType({})
 
 
 def judge_leaks(data: Federation) -> Iterator[Finding]:
@@ -52,46 +50,42 @@ def judge_leaks(data: Federation) -> Iterator[Finding]:
     if not data.columns or data.inputs or not isinstance(data.task, Classification | Regression | Survival):
         return
     classified = isinstance(data.task, Classification)
-    tallies: list[list[_Tally]] = [[] for _ in data.columns]
+    told: dict[str, list[Any]] = {column.name: [] for column in data.columns}
     for client in data.clients:
         splits = client.splits.values()
         y = np.concatenate([split.y.cpu().numpy() for split in splits])
-        some = slice(None, None, -(-len(y) // MOST))
+        some = slice(None, None, -(-len(y) // MOST_ROWS))
         x = np.concatenate([split.copy_rows(slice(None)).cpu().numpy() for split in splits])[some]
         targets = [] if classified else [(name, each[some]) for name, each in list_targets(data, client)]
-        for (column, features), own in zip(feature_slices(data.columns), tallies, strict=True):
+        for column, features in feature_slices(data.columns):
             ordered = column.categories is None
             values = x[:, features.start] if ordered else x[:, features].argmax(axis=1)
             if not classified:
-                own.append(_Tally(ranks={name: _correlate(values, each) for name, each in targets} if ordered else {}))
+                told[column.name].append({name: _correlate(values, each) for name, each in targets if ordered})
             elif (y[some] != y[0]).any():
-                own.append(_tally_classes(values, y[some], ordered=ordered))
-    found = [
-        f"{column.name!r} ({told})"
-        for column, own in zip(data.columns, tallies, strict=True)
-        if (told := _describe_classes(own) if classified else _describe_ranks(own))
-    ]
+                told[column.name].append(_tally_classes(values, y[some], ordered=ordered))
+    describe = _describe_classes if classified else _describe_ranks
+    found = [f"{name!r} ({text})" for name, facts in told.items() if (text := describe(facts))]
     if found:
         yield make_finding("leak", f"Columns that alone all but determine the target: {join_some(found)}.", data.names)
 
 
-def _describe_classes(own: Sequence[_Tally]) -> str:
+def _describe_classes(clients: Sequence[_Tally]) -> str:
     """Return how well a column separates the classes, in words; empty if not almost perfectly."""
-    wrong, others = sum(each.wrong for each in own), sum(each.others for each in own)
+    wrong, others = sum(each.wrong for each in clients), sum(each.others for each in clients)
     if others < LEAST:
         return ""
     if wrong <= WRONG * others:
         return f"it misses the classes of {wrong:,.0f} samples" if wrong else "it gives the class of each sample"
-    area = sum(each.area * each.others for each in own) / others
+    area = sum(each.area * each.others for each in clients) / others
     area = max(area, 1 - area)
     return f"area under the ROC curve {area:.4f}" if area >= AREA else ""
 
 
-def _describe_ranks(own: Sequence[_Tally]) -> str:
+def _describe_ranks(clients: Sequence[Mapping[str, float]]) -> str:
     """Return a column's rank correlation with numeric targets, if it is almost 1 or -1 at every client."""
-    least = {name: min(each.ranks[name] for each in own) for name in own[0].ranks}
-    found = (f"rank correlation with {name!r} of {ranks:.4f}" for name, ranks in least.items() if ranks >= RANKS)
-    return ", ".join(found)
+    least = {name: min(each[name] for each in clients) for name in clients[0]}
+    return ", ".join(f"rank correlation with {name!r} of {r:.4f}" for name, r in least.items() if r >= RANKS)
 
 
 def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:

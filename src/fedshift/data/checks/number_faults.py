@@ -102,14 +102,10 @@ def judge_scale(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterato
     if ratio_F.max() > RATIO:
         most = int(ratio_F.argmax())
         wide, narrow = parts[int(std_KF[:, most].argmax())], parts[int(least_KF[:, most].argmin())]
-        yield make_finding(
-            "units",
-            f"Standard deviations differ by more than a factor of {RATIO:g} in "
-            f"{format_features(ratio_F > RATIO, wide, names)}: "
-            f"{wide.client} has {wide.std[most]:.3g} and {narrow.client} has {narrow.std[most]:.3g} "
-            f"({names[most] if names else f'number {most}'}).",
-            [wide, narrow],
-        )
+        which, where = format_features(ratio_F > RATIO, wide, names), names[most] if names else f"number {most}"
+        stds = f"{wide.client} has {wide.std[most]:.3g} and {narrow.client} has {narrow.std[most]:.3g} ({where})"
+        text = f"Standard deviations differ by more than a factor of {RATIO:g} in {which}: {stds}."
+        yield make_finding("units", text, [wide, narrow])
 
 
 def judge_units(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterator[Finding]:

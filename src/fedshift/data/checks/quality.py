@@ -15,7 +15,7 @@ from ...utils.version import find_newest_source
 from ..federation import Federation
 from . import faults, number_faults
 from .duplicates import judge_duplicates
-from .findings import SEVERITIES, Finding, Severity
+from .findings import FIXES, Finding, Severity
 from .label_leaks import judge_leaks
 from .survey import SplitSurvey, survey_splits
 
@@ -67,7 +67,7 @@ def examine(data: Federation) -> Quality:
         *faults.judge_test_sizes(data),
     ]
     splits = (_summarize(data, part, y) for part, y in zip(surveys, targets, strict=True))
-    worst_first = sorted(findings, key=lambda finding: SEVERITIES.index(finding.severity))
+    worst_first = sorted(findings, key=lambda finding: list(FIXES).index(finding.severity))
     return Quality(name=data.name, classes=data.classes, splits=tuple(splits), findings=tuple(worst_first))
 
 

@@ -174,20 +174,10 @@ def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
             cases = [split.patches.crop(split.y[n], row)[None].cpu().numpy() for n, row in enumerate(places)]
         labels = np.concatenate([digest_each(np.ascontiguousarray(each)) for each in cases])[:, 0].view(np.int64)
     return SplitSurvey(
-        client="",
-        split="",
-        shape=split.shape,
-        dtype=str(split.dtype).removeprefix("torch."),
-        labels=labels,
-        labeled=split.y.ndim == 1,
-        digests=known,
-        broken=np.concatenate(broken),
-        unread=unread,
-        broken_features=broken_features,
-        blank=np.concatenate(blank),
-        low=low,
-        high=high,
+        client="", split="", shape=split.shape, dtype=str(split.dtype).removeprefix("torch."), labels=labels,
+        labeled=split.y.ndim == 1, digests=known, broken=np.concatenate(broken), unread=unread,
+        broken_features=broken_features, blank=np.concatenate(blank), low=low, high=high,
         mean=mean if count else np.full(features, np.nan),
         std=np.sqrt(squares / count) if count else np.full(features, np.nan),
         content=blake2b(known.tobytes() + labels.tobytes(), digest_size=16).digest(),
-    )
+    )  # fmt: skip

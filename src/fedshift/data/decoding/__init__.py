@@ -7,7 +7,6 @@ and ``masks`` (predicted masks as files).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,10 +15,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from .dicom import find_slices
 from .images import Kind, Unreadable, decode_image
 from .ranges import NO_LEVELS, UNIT_RANGE, Levels, Window, scale
 from .resizing import resize_volume
-from .signals import decode_signal
+from .signals import WFDB, decode_signal, list_files
 from .volumes import decode_volume
 
 FileKind = Literal["array", "byte", "integer", "real", "volume", "signal"]
@@ -48,13 +48,6 @@ class Decoding:
     leads: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     rate: float = 0.0
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
-        """Return the decoding described by the result of ``asdict``."""
-        window = facts.get("window")
-        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads", "units")}
-        return cls(**{**facts, "window": None if window is None else tuple(window), **several})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
         """Return gray values of kind ``integer`` or ``real`` from -1 to 1, clipped beyond; others unchanged."""
@@ -90,3 +83,10 @@ def decode(
             return (resize_volume(values, size) if size and not how.spacing else values).numpy(), NO_LEVELS
     kind: Kind = how.kind if how.kind in ("integer", "real") else "byte"
     return decode_image(file, kind=kind, channels=channels, size=size)
+
+
+def list_members(file: Path) -> list[Path]:
+    """Return all files that are one image or recording: slices in a folder, or a WFDB header with its values."""
+    if file.suffix.lower() == WFDB:
+        return list_files(file)
+    return find_slices(file) if file.is_dir() else [file]

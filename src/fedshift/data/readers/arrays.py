@@ -33,6 +33,7 @@ from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
 from ..files.read_options import ReadOptions
 from ..formats import open_arrays
+from ..groups import read_groups
 from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
 from ..scan import SPLITS, UNGROUPED, Assign, Loaded, Part, Scan, choose_clients
@@ -291,7 +292,7 @@ def _scan_split(
     targets = read_targets(x, y, where, reading.task)
     groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else UNGROUPED
     if group is not None:
-        groups = np.array(group).astype(np.str_)
+        groups = read_groups(group, where)
         if groups.shape != (len(targets),):
             raise UsageError(f"{where}: groups of shape {groups.shape} for {len(targets)} samples: give each one group")
     return Part.whole(client, where, targets, split, x, groups, inputs)
@@ -323,13 +324,10 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
         owner = np.array(list(map(str, data[column])))
         for client in np.unique(owner).tolist():
             rows = np.flatnonzero(owner == client)
-            own = {
-                "y": part.y[rows],
-                "side": part.side[rows],
-                "group": part.group[rows] if len(part.group) else UNGROUPED,
-            }
             told = f"client {client!r}, {split or 'train'} data"
-            parts.append(replace(part, client=client, where=told, rows=rows, **own))
+            group = part.group[rows] if len(part.group) else UNGROUPED
+            y, side = part.y[rows], part.side[rows]
+            parts.append(replace(part, client=client, where=told, y=y, side=side, rows=rows, group=group))
     chosen = choose_clients(sort_names({part.client for part in parts}), reading)
     ordered = tuple(part for client in chosen for part in parts if part.client == client)
     return Scan(name=NAME, parts=ordered, task=reading.task)
