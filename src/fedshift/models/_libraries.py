@@ -8,7 +8,7 @@ libraries come by a function of the user's own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -136,8 +136,11 @@ class LibraryModel:
         if not self.pretrained:
             return None
         fix = Sentence("Name the scale of its images ({})", Ref(normalize="imagenet"))
-        means, deviations = self._call("it does not say how its images are scaled", fix, LIBRARIES[self.library].scale)
-        return _fit(means, channels), _fit(deviations, channels)
+        scale: Scale = self._call("it does not say how its images are scaled", fix, LIBRARIES[self.library].scale)
+        means, deviations = (
+            value if len(value) == channels else (sum(value) / len(value),) * channels for value in scale
+        )
+        return means, deviations
 
     def _call(self, failed: str, fix: Sentence, function: Callable[..., Any], *given: Any) -> Any:
         """Return the result of ``function``; with pretrained weights, errors say what ``failed`` and the ``fix``."""
@@ -147,8 +150,3 @@ class LibraryModel:
             if not self.pretrained or isinstance(error, UsageError):
                 raise
             raise UsageError(f"model {self}: {failed} ({describe_error(error)}). {{}}", fix) from error
-
-
-def _fit(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return ``values`` if there is one a channel, else their mean for every channel."""
-    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels
