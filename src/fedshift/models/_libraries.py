@@ -3,7 +3,7 @@
 Each is made for the samples' channels and the number of classes by the library's own function, with random weights:
 nothing is downloaded. ``timm:resnet18(pretrained=True)`` starts from the library's weights, which its own loader takes
 from its cache or downloads; images are then scaled as the library prescribes for these weights. Networks of other
-libraries come by a function of the user's own.
+libraries come by a user's function.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _scale_hf(library: Any, _: str, options: Mapping[str, Any]) -> Scale:
 class Library:
     """A library: its module and package, functions that make networks and scale images, and its ``pretrained``.
 
-    ``pretrained``: what its networks take as the argument of that name, in words, and of which type.
+    ``pretrained``: what its networks take as the argument of that name, in words, and its type.
     """
 
     name: str
