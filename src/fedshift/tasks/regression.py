@@ -42,10 +42,11 @@ class Regression(Task):
     scales: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        pairs = {name: value for name in ("standardize", "scales") if not isinstance(value := getattr(self, name), bool)}
+        pairs = [name for name in ("standardize", "scales") if not isinstance(getattr(self, name), bool)]
         try:
-            for name, value in pairs.items():
-                object.__setattr__(self, name, tuple((float(mean), float(deviation)) for mean, deviation in value))
+            for name in pairs:
+                scales = tuple((float(mean), float(deviation)) for mean, deviation in getattr(self, name))
+                object.__setattr__(self, name, scales)
             sound = all(math.isfinite(a) and 0 < b < math.inf for name in pairs for a, b in getattr(self, name))
         except (TypeError, ValueError):
             sound = False
