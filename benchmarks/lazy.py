@@ -123,9 +123,6 @@ def train(data: Path, model: object, *, ahead: bool) -> float:
 
 
 def compare_ahead(pairs: int) -> None:
-    from fedshift.data.files import volumes
-
-    volumes.KEPT = 0  # else later epochs decompress nothing
     with tempfile.TemporaryDirectory() as place:
         cases: dict[str, tuple[Path, object]] = {"images in x.npy": (Path(place, "images"), patches)}
         write(cases["images in x.npy"][0], 0.4)

@@ -26,7 +26,7 @@ import pyarrow.csv
 import pyarrow.parquet
 from PIL import Image
 
-import fedshift.data.files.images
+import fedshift.data.readers.folders
 import fedshift.data.readers.tables  # noqa: F401 - every process has the same bare imports
 from fedshift.data.assembly import read_source
 from fedshift.data.federation import Federation

@@ -24,7 +24,7 @@ from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.decoding import dicom
 from fedshift.data.decoding import ranges
 from fedshift.data.digits import digits
-from fedshift.data.files import image_store, volumes
+from fedshift.data.files import cache
 from fedshift.data.sources import SPLITS
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shifts
@@ -302,8 +302,7 @@ def list_stated_numbers():
             f"Python {tomllib.loads((ROOT / 'pyproject.toml').read_text())['project']['requires-python'][2:]} or",
         ),
         ("docs/data.md", f"(`--test-fraction`, {defaults['test_fraction']})"),
-        ("docs/data.md", f"The cache is limited to {image_store.LIMIT:g} GB"),
-        ("docs/medical-images.md", f"(the {volumes.KEPT / 2**20:.0f} MB used most recently are kept)"),
+        ("docs/data.md", f"The cache is limited to {cache.LIMIT:g} GB"),
         ("docs/medical-images.md", f"its {low}th and {high}th percentiles become -1 and 1"),
         ("docs/medical-images.md", f"fills over {ranges.SPARSE:.0%} of".replace("%", " %")),
         ("docs/data.md", f"hold all but {ranges.EXCESS:.1%} of".replace("%", " %")),
@@ -317,7 +316,7 @@ def list_stated_numbers():
         ("docs/data.md", f"to the smallest, named from {shifts.UNEQUAL:g} |"),
         ("docs/data.md", f"batches of {BATCH}"),
         ("docs/data.md", f"(and more than {FEW_CLASSES}) is an error"),
-        ("docs/data.md", f"{LazyStore.probed} samples of each split ({volumes.VolumeStore.probed} of medical images)"),
+        ("docs/data.md", f"{LazyStore.probed} samples of each split"),
         ("docs/features.md", f"the first {PICTURED} are used"),
         ("docs/deployment.md", f"inbound port (TCP {served['port']})"),
         ("docs/operators.md", f"`--round-timeout` seconds ({served['round_timeout']:g})"),

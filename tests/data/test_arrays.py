@@ -137,6 +137,7 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
         (X, np.eye(2)[Y], r"of one-hot labels, y.argmax\(axis=1\)"),
         (X, 2 * Y - 1, "label -1 is out of range"),
         (np.array(3.0), Y, r"samples of shape \(\)"),
+        (np.zeros((12, 0)), Y, r"samples of shape \(12, 0\) and labels"),
         (PIXELS + 1, Y, "integer pixels from 1 to 256; they must lie in 0..255"),
         ({"row": 1e39 * X, "more": X}, Y, "input 'row': sample 0.* beyond 3.4e"),
     ],
@@ -144,6 +145,20 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
 def test_what_is_no_array_of_numbers_is_refused_with_values(x, y, said):
     with pytest.raises(UsageError, match=said):
         load(x, y)
+
+
+@pytest.mark.parametrize("x", [X.astype(">f8"), X.tolist(), torch.tensor(X, requires_grad=True), np.asfortranarray(X)])
+def test_a_model_takes_the_arrays_that_training_takes(x):
+    stored, single = load(X).schema.preparation.store(x)
+    assert (stored.tolist(), single) == (X.tolist(), False)
+
+
+@pytest.mark.parametrize("x", [csr_matrix(X), 1e39 * X, X.astype(object), np.ma.masked_less(X, -1)])
+def test_a_model_refuses_the_arrays_that_training_refuses(x):
+    with pytest.raises(UsageError) as refused:
+        load(X).schema.preparation.store(x)
+    with pytest.raises(UsageError, match=re.escape(str(refused.value).removeprefix("samples: ").split(",")[0][:30])):
+        load(x)
 
 
 def write(folder, kind, **arrays):

@@ -40,14 +40,6 @@ def test_dictionaries_of_arrays_and_of_parts_are_the_four_arrays(tmp_path, tiny)
     assert load(tiny, domains="cid,ann").names == ("cid", "ann")
 
 
-def test_validation_data_may_be_among_them():
-    x, y = np.arange(12.0).reshape(6, 2), np.arange(6) % 2
-    given = {"x_train": x, "y_train": y, "x_test": x[:2], "y_test": y[:2], "x_val": x[2:5], "y_val": y[2:5]}
-    (client,) = federation({"a": given}).clients
-    assert client.validation.x.tolist() == x[2:5].tolist()
-    assert list(client.splits) == ["train", "validation", "test"]
-
-
 # Frames
 
 

@@ -1,7 +1,5 @@
 """Pickles of arrays: Python's and NumPy's every way of writing them, and traps, of which none is sprung."""
 
-import bz2
-import gzip
 import io
 import os
 import pickle
@@ -52,12 +50,6 @@ def test_arrays_and_plain_values_are_read_in_every_protocol(tmp_path, protocol):
     assert equal(read, value)
 
 
-@pytest.mark.parametrize("pack", [gzip.compress, bz2.compress])
-def test_a_compressed_pickle_is_read(tmp_path, pack):
-    (tmp_path / "data.pkl").write_bytes(pack(pickle.dumps(ARRAYS)))
-    assert equal(read_pickle(tmp_path / "data.pkl"), ARRAYS)
-
-
 def test_numpy_1_called_its_modules_otherwise():
     content = pickle.dumps(ARRAYS, 2)
     older = content.replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
@@ -83,10 +75,6 @@ def test_pickles_of_python_2_are_read_with_strings_as_text():
     content = file.getvalue().replace(b"numpy._core.multiarray", b"numpy.core.multiarray")
     read = load_pickle(io.BytesIO(content), "data_batch_1")
     assert equal(read, {"data": ARRAYS["uint8 images"], "labels": [3, 1], "filenames": ["café.png"]})
-
-
-def test_keys_of_bytes_become_text():
-    assert load_pickle(io.BytesIO(pickle.dumps({b"data": 1, 2: 3}, 2)), "data") == {"data": 1, 2: 3}
 
 
 def test_an_array_of_objects_is_read_where_they_are_plain():
@@ -131,34 +119,18 @@ def test_no_function_is_ever_called(tmp_path, protocol, around):
     assert not trace.exists()
 
 
-@pytest.mark.parametrize(
-    ("module", "name"),
-    [
-        ("builtins", "eval"),
-        ("__builtin__", "eval"),
-        ("builtins", "getattr"),
-        ("builtins", "__import__"),
-        ("builtins", "object"),
-        ("os", "system"),
-        ("subprocess", "Popen"),
-        ("copyreg", "_reconstructor"),
-        ("functools", "partial"),
-        ("torch.storage", "_load_from_bytes"),
-        ("numpy", "load"),
-        ("numpy", "fromfile"),
-        ("numpy", "memmap"),
-        ("numpy.testing", "rundocs"),
-        ("numpy.testing._private.utils", "runstring"),
-        ("numpy.f2py", "compile"),
-        ("numpy.f2py.diagnose", "run_command"),
-        ("numpy.core.multiarray", "fromfile"),
-        ("numpy.core.multiarray", "_reconstruct.__globals__"),
-        ("numpy.ma.core", "_mareconstruct"),
-        ("numpy.ctypeslib", "load_library"),
-        ("_codecs", "lookup"),
-    ],
-)
-def test_names_outside_the_list_are_refused_however_they_are_called_for(module, name):
+CALLED = """
+builtins:eval __builtin__:eval builtins:getattr builtins:__import__ builtins:object os:system subprocess:Popen
+copyreg:_reconstructor functools:partial torch.storage:_load_from_bytes numpy:load numpy:fromfile numpy:memmap
+numpy.testing:rundocs numpy.testing._private.utils:runstring numpy.f2py:compile numpy.f2py.diagnose:run_command
+numpy.core.multiarray:fromfile numpy.core.multiarray:_reconstruct.__globals__ numpy.ma.core:_mareconstruct
+numpy.ctypeslib:load_library _codecs:lookup
+"""
+
+
+@pytest.mark.parametrize("called", CALLED.split())
+def test_names_outside_the_list_are_refused_however_they_are_called_for(called):
+    module, _, name = called.partition(":")
     for content in (
         f"c{module}\n{name}\n.".encode(),  # GLOBAL, called by nobody
         f"(S'echo'\ni{module}\n{name}\n.".encode(),  # INST, at once with its arguments

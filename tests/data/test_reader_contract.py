@@ -22,7 +22,8 @@ from fedshift.utils.errors import UsageError
 NAMES = ("ann", "bob", "cid")
 SIZES = (20, 14, 12)
 READERS = list_readers()
-OTHERS = dict.fromkeys(("npz", "npy", "hub"), "arrays")
+FOLDERS = ("images", "masks", "volumes", "signals")
+OTHERS = dict.fromkeys(("npz", "npy", "hub"), "arrays") | dict.fromkeys(FOLDERS, "folders")
 """Further kinds of sources, and the reader of each."""
 
 
@@ -122,7 +123,7 @@ def make_source(kind, folder):
     return folder, {}
 
 
-@pytest.fixture(params=[*READERS, *OTHERS], scope="module")
+@pytest.fixture(params=[*(name for name in READERS if name != "folders"), *OTHERS], scope="module")
 def kind(request):
     return request.param
 
@@ -202,7 +203,7 @@ GIVEN = {
 
 def test_a_fraction_is_refused_beside_data_that_name_their_test_samples(kind, source, tmp_path):
     given, options = source
-    if kind in ("images", "masks", "volumes", "signals"):
+    if kind in FOLDERS:
         for client in list(given.iterdir()):
             kept = client.rename(tmp_path / f"kept-{client.name}")
             client.mkdir()
@@ -228,6 +229,16 @@ def test_an_option_that_a_reader_does_not_honor_is_refused_with_those_that_do(op
     honoring = [reader.holds for reader in READERS.values() if option in reader.options]
     assert refused.value.settings == (option,)
     assert f"is for {', '.join(honoring)}, not for" in str(refused.value)
+
+
+@pytest.mark.parametrize("option", ["image_size", "window", "spacing"])
+def test_an_option_for_other_files_in_folders_is_refused(option, kind, source):
+    honored = {"images": {"image_size"}, "masks": {"image_size"}, "volumes": {"image_size", "window", "spacing"}}
+    if kind not in FOLDERS or option in honored.get(kind, ()):
+        return
+    with pytest.raises(UsageError) as refused:
+        read_source(source[0], ReadOptions(**{option: GIVEN[option]}))
+    assert refused.value.settings == (option,)
 
 
 @pytest.mark.parametrize("data", ["digits", "gaussians"])

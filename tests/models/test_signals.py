@@ -6,7 +6,6 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-import fedshift
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery
 from fedshift.core.work import Work
@@ -152,14 +151,9 @@ def test_group_norm_has_the_groups_that_images_have():
 AGREEING = ["fedbn", "hbn", "gn", "silobn", "fixbn", "fedwon"]
 
 
-@pytest.mark.parametrize(
-    ("method", "engine"),
-    [
-        ("fedbn", "stacked"),
-        *(pytest.param(name, "stacked", marks=pytest.mark.slow) for name in AGREEING[1:]),
-        *(pytest.param(name, "pool", marks=pytest.mark.slow) for name in AGREEING),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("engine", ["stacked", "pool"])
+@pytest.mark.parametrize("method", AGREEING)
 def test_engines_agree(method, engine):
     expected, found = train(method), train(method, engine)
     assert expected.keys() == found.keys()
@@ -177,22 +171,3 @@ def test_local_batch_norm_absorbs_the_gains_of_devices():
         far[method] = max(float((equal[name] - unequal[name]).abs().max()) for name in shared)
     assert far["fedbn"] <= 1e-5
     assert far["fedavg"] > 1
-
-
-@pytest.mark.slow
-def test_exported_models_of_signals_give_what_was_measured(tmp_path):
-    pytest.importorskip("onnxscript")
-    runtime = pytest.importorskip("onnxruntime")
-    data = signals((1, 30), np.float32)
-    result = fedshift.compare("fedbn", data=data, model="resnet-1d(width=8)", rounds=12, lr=0.05, out=tmp_path / "run")
-    folder = result.export(tmp_path / "model", client="site 1")
-    x, y = data["site 1"][2:]
-    model = fedshift.load(folder)
-    scores = model(x).numpy()
-    accuracy = result.table().loc["site 1"].iloc[0]
-    assert accuracy > 0.6
-    assert (scores.argmax(1) == y).mean() == pytest.approx(accuracy)
-    session = runtime.InferenceSession(folder / "model.onnx")
-    (answers,) = session.run(None, {session.get_inputs()[0].name: x})
-    assert np.abs(answers - scores).max() <= 1e-4
-    assert model.predict(x[0]) == model.predict(x)[0]

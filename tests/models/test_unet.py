@@ -1,6 +1,5 @@
 """U-Nets: published sizes, the network by hand, any size of image, surgery, and a round against plain PyTorch."""
 
-import copy
 from itertools import pairwise
 
 import pytest
@@ -8,10 +7,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.kernel import client_final, client_init, init_client, init_server
+from fedshift.core.kernel import client_init, init_client, init_server
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import apply_surgery, prepare
-from fedshift.core.server_round import server_round
 from fedshift.core.step import client_step_
 from fedshift.engines.stepper import Stepper
 from fedshift.methods.fedavg import fedavg
@@ -160,40 +158,6 @@ def batches(shape, steps, clients=("a", "b")):
     }
 
 
-@pytest.mark.parametrize("shape", [IMAGE, VOLUME])
-def test_a_round_of_fedbn_is_that_of_plain_torch(shape):
-    network, steps = narrow(shape).double(), {"a": 1, "b": 2}
-    given = {name: taken[: steps[name]] for name, taken in batches(shape, 2).items()}
-    plan = prepare(fedbn(), network, optimizer=SGD(lr=0.1, momentum=0.9), sample=torch.zeros(1, *shape))
-    server, uploads, kept = init_server(plan), {}, {}
-    for name, taken in given.items():
-        job = client_init(plan, init_client(plan), server, len(taken))
-        for x, y in taken:
-            job, _ = client_step_(plan, job, x, y, KEY)
-        kept[name], uploads[name] = client_final(plan, job)
-    server = server_round(plan, server, uploads, {name: 3 * count for name, count in steps.items()})
-
-    plain = {name: copy.deepcopy(network).train() for name in given}
-    for name, taken in given.items():
-        sgd = torch.optim.SGD(plain[name].parameters(), lr=0.1, momentum=0.9)
-        for x, y in taken:
-            sgd.zero_grad()
-            F.cross_entropy(plain[name](x), y).backward()
-            sgd.step()
-    norms = {n for n, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)}
-    states = {name: module.state_dict() for name, module in plain.items()}
-    compared = 0
-    for entry in network.state_dict():
-        if entry.rpartition(".")[0] in norms:
-            assert all((kept[name].personal[entry] - states[name][entry]).abs().max() <= 1e-12 for name in states)
-            assert entry not in server.shared
-        else:
-            mean = (states["a"][entry] + 2 * states["b"][entry]) / 3
-            assert (server.shared[entry] - mean).abs().max() <= 1e-12
-            compared += 1
-    assert compared == len(server.shared)
-
-
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("shape", [IMAGE, VOLUME])
 def test_lanes_side_by_side_step_as_each_alone(shape):
@@ -209,27 +173,6 @@ def test_lanes_side_by_side_step_as_each_alone(shape):
         assert abs(float(loss - losses[lane])) <= 1e-12
         for name, tensor in {**alone.params, **alone.rest}.items():
             assert ({**params, **rest}[name][lane] - tensor).abs().max() <= 1e-9, name
-
-
-@pytest.mark.parametrize(("shape", "layout"), [(IMAGE, torch.channels_last), (VOLUME, torch.channels_last_3d)])
-def test_channels_come_last_in_float32_and_values_stay(shape, layout):
-    def stepped(network, dtype):
-        plan = prepare(fedavg(), network.to(dtype), optimizer=SGD(lr=0.1))
-        job = client_init(plan, init_client(plan), init_server(plan), 1)
-        x, y = batches(shape, 1)["a"][0]
-        seen = []
-        hook = plan.module.down[0].conv2.register_forward_hook(lambda _, given, made: seen.extend((*given, made)))
-        job, _ = client_step_(plan, job, x.to(dtype), y, KEY)
-        hook.remove()
-        return plan, job, seen
-
-    plan, job, seen = stepped(narrow(shape, 4), torch.float32)
-    assert plan.image_format == layout
-    tensors = [*seen, *(tensor for name, tensor in job.params.items() if name.endswith("conv1.weight"))]
-    assert all(tensor.is_contiguous(memory_format=layout) for tensor in tensors)
-    exact, other, _ = stepped(narrow(shape, 4), torch.float64)
-    assert exact.image_format == torch.contiguous_format
-    assert all((tensor - other.params[name]).abs().max() <= 1e-4 for name, tensor in job.params.items())
 
 
 @pytest.mark.parametrize("make", [unet, unet_small])

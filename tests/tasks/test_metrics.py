@@ -11,7 +11,6 @@ from scipy.special import expit
 from sklearn import metrics as sk
 
 from fedshift.analysis.clinical import AREA, estimate
-from fedshift.data.samples import Samples
 from fedshift.report.tables import MISSING_PARTS, describe_missing
 from fedshift.results.cases import measure_cases
 from fedshift.results.schema import COUNTS, METRICS, add_rows, compute_metric, find_missing, rows_to_frame
@@ -129,17 +128,6 @@ def test_numbers_are_measured_as_by_scikit_learn_in_the_unit_of_the_data(scales)
     assert found["loss"] == pytest.approx(sk.mean_squared_error(y, predictions))
 
 
-def test_classes_that_are_neither_there_nor_predicted_do_not_count():
-    predictions = torch.zeros(1, 4, 2, 2)
-    predictions[:, 1] = 1  # class 1 everywhere
-    y = torch.tensor([[[0, 1], [1, 2]]])
-    found = measure(SEGMENTATION, predictions, y)
-    assert found["dice"] == pytest.approx((2 * 2 / (2 + 4) + 0) / 2)  # of classes 1 and 2, not 3
-    assert found["iou"] == pytest.approx((2 / 4 + 0) / 2)
-    empty = measure(SEGMENTATION, torch.eye(4)[0].reshape(1, 4, 1, 1).expand(1, 4, 2, 2), torch.zeros(1, 2, 2).long())
-    assert math.isnan(empty["dice"])  # background, and rightly no other class
-
-
 def test_a_mask_without_known_pixels_counts_nothing_beside_others():
     predictions, y = draw(SEGMENTATION, 3, 3, 0)
     y[1] = LEFT_OUT
@@ -148,29 +136,6 @@ def test_a_mask_without_known_pixels_counts_nothing_beside_others():
     assert whole.pop("samples") == others.pop("samples") + 1 == 3
     assert whole.pop("loss_sum") == pytest.approx(others.pop("loss_sum"))
     assert whole == others
-
-
-def test_the_area_under_the_curve_is_over_the_classes_that_occur_beside_others():
-    predictions, y = draw(CLASSIFICATION, 60, 4, 0)
-    y[y == 2] = 0  # class 2 is absent
-    scores = predictions.double().softmax(1)
-    areas = [sk.roc_auc_score(y == k, scores[:, k]) for k in (0, 1, 3)]
-    row = CLASSIFICATION.count(predictions, y, 4)
-    assert row["auc"] == pytest.approx(np.mean(areas))
-    assert find_missing(row, "auc") == (2,)
-    alone = CLASSIFICATION.count(predictions, torch.ones_like(y), 4)
-    assert alone["auc"] is None
-    assert find_missing(alone, "auc") == (0, 1, 2, 3)
-
-
-def test_the_area_under_the_curve_is_over_the_labels_with_both_values():
-    predictions, y = draw(MULTILABEL, 30, 4, 0)
-    y[:, 1], y[:, 2] = 1, 0
-    row = MULTILABEL.count(predictions, y, 4)
-    assert row["auc"] == pytest.approx(sk.roc_auc_score(y[:, [0, 3]], predictions[:, [0, 3]], average="macro"))
-    assert find_missing(row, "auc") == (1, 2)
-    y[:, 0], y[:, 3] = 1, 0
-    assert MULTILABEL.count(predictions, y, 4)["auc"] is None
 
 
 @pytest.mark.parametrize("offset", [1e6, -1e9])
@@ -324,19 +289,3 @@ IMAGE = (1, 2, 2)
 def test_targets_that_cannot_be_trained_on_are_refused(task, y, message):
     with pytest.raises(UsageError, match=f"^client 'a': {message}"):
         task.check_targets(y, IMAGE, 3, "client 'a'")
-
-
-@pytest.mark.parametrize(
-    ("task", "y"),
-    [
-        (CLASSIFICATION, torch.tensor([0, 2])),
-        (SEGMENTATION, torch.tensor([[[0, 2], [1, 255]]], dtype=torch.uint8)),
-        (MULTILABEL, torch.tensor([[0, 1.0, 1]])),
-        (REGRESSION, torch.tensor([[0, -1e9, 0.5]])),
-    ],
-)
-def test_targets_that_can_be_trained_on_are_not(task, y):
-    task.check_targets(y, IMAGE, 3, "client 'a'")
-    predictions = torch.zeros(len(y), *task.output_shape(IMAGE, 3))
-    targets = Samples(x=torch.zeros(len(y), *IMAGE), y=y).targets()
-    assert task.count(predictions, targets, 3)["samples"] == len(y)

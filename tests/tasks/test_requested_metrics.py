@@ -71,12 +71,6 @@ def test_metrics_are_those_of_scikit_learn_and_of_loops(classes):
         )
 
 
-def test_labels_have_an_average_precision():
-    outputs, y = torch.randn(30, 3, generator=torch.Generator().manual_seed(1)), torch.rand(30, 3).round()
-    task = Multilabel(requested=(METRICS.parse("average_precision"),))
-    assert measure(task, outputs, y)["average_precision"] == pytest.approx(sk.average_precision_score(y, outputs))
-
-
 def test_counts_of_clients_add_up_and_what_does_not_is_not_pooled():
     outputs, y = draw(50, 3)
     parts = zip(outputs.split([30, 20]), y.split([30, 20]), strict=True)

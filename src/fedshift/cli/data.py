@@ -165,16 +165,16 @@ def cache(*, clear: Annotated[bool, Parameter(negative=())] = False) -> int:
         clear: Remove all of them. Programs that use some continue; later ones decode the files again.
 
     """
-    from ..data.files import image_store
+    from ..data.files import cache
     from ..report.formatting import format_bytes
     from ..utils.files import cache_directory
 
-    images = image_store.images_in(cache_directory())
-    use = describe_cache(images)
+    directory = cache_directory()
+    use = describe_cache(directory)
     if clear:
-        image_store.clear(images)
-        use = f"{use}, now {format_bytes(image_store.count_bytes(images))}"
-    print_line(Console(), f"{images}: {use}")
+        cache.clear(directory)
+        use = f"{use}, now {format_bytes(cache.count_bytes(directory))}"
+    print_line(Console(), f"{directory}: {use}")
     return 0
 
 

@@ -66,8 +66,8 @@ def plan(
 
 def _count(source: str, spec: DataSpec) -> dict[str, Fingerprint]:
     """Return the counts of each client in a directory, which may hold a single client."""
-    from ..data.files.images import holds_one_client
-    from ..data.files.volumes import count_cases
+    from ..data.files.grids import count_cases
+    from ..data.files.listing import holds_one_client
     from ..data.schema import Layout
     from ..data.sources import apply_splits, load_source
 

@@ -76,34 +76,32 @@ def announce_cache(console: Console) -> Iterator[None]:
 
     Fewer than ``ANNOUNCED`` bytes are not reported.
     """
-    from ..data.files.image_store import BEGUN, entries, images_in, limit
+    from ..data.files.cache import count_bytes, find_limit
     from ..utils.files import cache_directory
 
-    images = images_in(cache_directory())
-    before = {entry.place for entry in entries(images)}
-    limit()  # raises before anything is read if it is not a number
+    directory = cache_directory()
+    before = count_bytes(directory)
+    find_limit()  # raises before anything is read if it is not a number
     try:
         yield
     finally:
-        new = [entry for entry in entries(images) if entry.place not in before and entry.place.suffix != BEGUN]
-        if sum(entry.size for entry in new) >= ANNOUNCED:
+        if (added := count_bytes(directory) - before) >= ANNOUNCED:
             from ..report.formatting import format_bytes
 
-            added = format_bytes(sum(entry.size for entry in new))
             print_line(
                 console,
-                f"Decoded images are kept for the next time: {added} in {images}, in all {describe_cache(images)}; "
-                "`fedshift data cache --clear` removes them.",
+                f"Decoded images are kept for the next time: {format_bytes(added)} in {directory}, in all "
+                f"{describe_cache(directory)}; `fedshift data cache --clear` removes them.",
             )
 
 
-def describe_cache(images: Path) -> str:
-    """Return a description of the size and the limit of the directory of decoded images."""
-    from ..data.files.image_store import VARIABLE, count_bytes, limit
+def describe_cache(directory: Path) -> str:
+    """Return a description of the size and the limit of the decoded images in a cache directory."""
+    from ..data.files.cache import VARIABLE, count_bytes, find_limit
     from ..report.formatting import format_bytes
 
-    most = f"of at most {format_bytes(limit())}" if math.isfinite(limit()) else "without a limit"
-    return f"{format_bytes(count_bytes(images))} {most} ({VARIABLE})"
+    most = f"of at most {format_bytes(find_limit())}" if math.isfinite(find_limit()) else "without a limit"
+    return f"{format_bytes(count_bytes(directory))} {most} ({VARIABLE})"
 
 
 @contextmanager

@@ -47,7 +47,7 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
     if all(store.dtype == torch.int64 for store in stores.values()):
         return []
     some = {where: _take_some(store) for where, store in stores.items()}
-    some = {where: x for where, x in some.items() if len(x) and x.isfinite().all()}  # others are refused
+    some = {where: x for where, x in some.items() if x.numel() and x.isfinite().all()}  # others are refused
     if several:
         return list(_describe_rounding(some))
     images = {where: x for where, x in some.items() if _holds_images(x)}
@@ -76,7 +76,7 @@ def _take_some(store: Tensor | LazyStore) -> Tensor:
 def _holds_images(x: Tensor) -> bool:
     """Return whether samples are images or volumes, or long vectors of gray levels."""
     levels = x.ndim == 2 and x.shape[1] >= VECTOR_OF_PIXELS and bool((x == x.round()).all())
-    return x.ndim > 3 or (levels and x.min() >= 0 and 1 < x.max() <= 255)
+    return x.ndim > 3 or (levels and bool(x.min() >= 0) and 1 < float(x.max()) <= 255)
 
 
 def _describe_rounding(some: Mapping[str, Tensor]) -> Iterator[str]:

@@ -33,7 +33,8 @@ def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
         and x.filename is not None
         and x.mode != "c"
         and x.dtype.kind in "uifb"
-        and len(x) > 0
+        and x.ndim > 0
+        and x.size > 0
     )
 
 

@@ -25,7 +25,7 @@ from .columns import Column
 from .decoding import ARRAY, Decoding, decode
 from .decoding.images import Unreadable
 from .decoding.resizing import resize
-from .inputs import join_inputs
+from .inputs import join_inputs, require_held, to_numbers
 from .usual_values import SCALE_RATIO, UsualValues
 
 Augment = Callable[[Tensor], Tensor]
@@ -359,7 +359,7 @@ class Preparation:
             raise UsageError(
                 f"samples are a {type(samples).__name__}: the model takes {self}: give a dictionary of these names"
             )
-        arrays = {name: np.asarray(array) for name, array in samples.items()}
+        arrays = {name: to_numbers(array, f"samples, input {name!r}") for name, array in samples.items()}
         single = all(each.name in arrays and arrays[each.name].shape in _list_shapes(each) for each in self.inputs)
         arrays = {name: array[None] for name, array in arrays.items()} if single else arrays
         rows = torch.from_numpy(join_inputs(arrays, self.inputs, "samples"))
@@ -398,7 +398,9 @@ class Preparation:
 
     def _arrange_array(self, samples: Any) -> tuple[Tensor, bool]:
         """Return an array as ``[N, *shape]``: move channels to the front, repeat gray, and resize images."""
-        x = samples if isinstance(samples, Tensor) else torch.from_numpy(np.array(samples))
+        array = to_numbers(samples, "samples")
+        require_held(array, "samples")
+        x = samples if isinstance(samples, Tensor) else torch.from_numpy(array.astype(array.dtype.newbyteorder("=")))
         wanted = f"the model takes {self}"
         if x.dtype != self.torch_dtype:
             if self.dtype == "uint8" or not x.is_floating_point():

@@ -520,7 +520,7 @@ def read_targets(x: NDArray[Any] | LazyStore, y: ArrayLike, where: str, task: Ta
     """
     x_array = np.broadcast_to(np.zeros((), np.float32), x.shape) if isinstance(x, LazyStore) else x
     y_array = to_numbers(y, f"{where}, labels")
-    if x_array.ndim < 2 or y_array.ndim < 1 or len(x_array) != len(y_array):
+    if x_array.ndim < 2 or 0 in x_array.shape[1:] or y_array.ndim < 1 or len(x_array) != len(y_array):
         raise UsageError(
             f"{where}: samples of shape {x_array.shape} and labels of shape {y_array.shape}; "
             "samples need two or more dimensions, and labels one number per sample"

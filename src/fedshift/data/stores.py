@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import tempfile
 from abc import ABC, abstractmethod
-from collections import OrderedDict
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import lru_cache, partial
@@ -42,7 +41,11 @@ from ..nn.several_inputs import Inputs
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.random_streams import Key, key_bits, torch_stream
 from .arrays import Item, LazyDataset, find_targets, item_reader, list_files, read_item, require_shape
+from .decoding import Decoding, list_members
+from .decoding.images import Unreadable
+from .decoding.volumes import VolumeHeader, digest_voxels
 from .inputs import arrange, find_layout, join_inputs, to_tensor
+from .patches import extend
 
 REPEATED = 4
 """Number of times to decode the first item, to check whether the result is always the same."""
@@ -279,31 +282,46 @@ class FileStore(LazyStore):
         return blake2b(repr(layout).encode() + rows.tobytes() + digest_files([[self._path]]), digest_size=16).digest()
 
 
-class RecentArrays:
-    """The most recently used arrays by key, at most ``most`` bytes in total; threads may share it."""
+class MappedStore(LazyStore):
+    """Samples decoded from files, each in an array that is mapped from the cache, and padded when it is read.
 
-    def __init__(self, most: int) -> None:
-        self.most = most
-        self._held: OrderedDict[Hashable, Array] = OrderedDict()
-        self._bytes, self._turn = 0, Lock()
+    Args:
+        arrays: The samples ``[C, *axes]``.
+        size: Axes of all samples when they are read; smaller ones end with the lowest value in each channel.
+        where: Name of the samples in messages.
+        files: File, or folder of slices, from which each sample was decoded.
+        how: How they were decoded.
+        headers: Header of each sample's file, of medical images; None: unknown.
 
-    def find(self, key: Hashable) -> Array | None:
-        """Return the array of ``key``, or None if it is not kept."""
-        return self._held.get(key)
+    """
 
-    def keep(self, key: Hashable, x: Array) -> None:
-        """Keep ``x``, and drop the least recently used arrays."""
-        with self._turn:
-            if key in self._held:
-                self._held.move_to_end(key)
-            elif x.nbytes <= self.most:
-                self._held[key] = x
-                self._bytes += x.nbytes
-            while self._bytes > self.most:
-                self._bytes -= self._held.popitem(last=False)[1].nbytes
+    def __init__(
+        self, arrays: Sequence[Array], size: tuple[int, ...], where: str, files: Sequence[Path],
+        how: Decoding, headers: Sequence[VolumeHeader | None] = (),
+    ) -> None:  # fmt: skip
+        super().__init__(where, len(arrays), torch.zeros(1, len(arrays[0]), *size))
+        self._arrays, self._files, self.how, self.headers = tuple(arrays), tuple(files), how, tuple(headers)
 
-    def __reduce__(self) -> tuple[type[RecentArrays], tuple[int]]:
-        return type(self), (self.most,)  # another process starts with an empty cache
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        x = torch.empty(len(rows), *self.shape[1:], dtype=self.dtype)
+        for place, row in enumerate(rows.tolist()):
+            x[place] = extend(torch.from_numpy(self._arrays[row]), self.shape[2:])
+        return x
+
+    @override
+    def digest(self, rows: NDArray[np.int64]) -> bytes:
+        shapes = [self._arrays[row].shape for row in rows.tolist()]
+        return repr((self.how, shapes)).encode() + digest_files(list_members(self._files[row]) for row in rows.tolist())
+
+    @override
+    def identify(self, row: int) -> bytes:
+        if not self.headers:
+            return b""
+        try:
+            return digest_voxels(self._files[row])
+        except Unreadable as error:
+            raise FedshiftError(f"{self._files[row]} {error}") from error
 
 
 class DatasetStore(LazyStore):

@@ -21,7 +21,7 @@ from ..data.checks.number_faults import name_features
 from ..data.checks.quality import Quality
 from ..data.checks.survey import survey_splits
 from ..data.federation import PLURALS, ClientData, Federation
-from ..data.files.volumes import list_headers
+from ..data.files.grids import list_headers
 from ..data.pictures import to_pictures
 from ..report.figures import save_each
 from ..report.gallery import COLUMNS, class_chart, contact_sheet, feature_chart, pick_samples

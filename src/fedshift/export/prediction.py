@@ -38,8 +38,8 @@ from ..data.decoding.volumes import (
     read_volume_header,
 )
 from ..data.far_values import FarValues
-from ..data.files.images import UNREAD
-from ..data.files.masks import FIELDS, MASKS, match_names
+from ..data.files.listing import UNREAD
+from ..data.files.pairing import FIELDS, MASKS, match_names
 from ..data.readers.tables import SUFFIXES as TABLES
 from ..data.readers.tables import read_rows
 from ..tasks.segmentation import IGNORED
@@ -86,7 +86,7 @@ def predict_files(
             volumes, a folder of DICOM slices is one image.
         out: Directory to write, new or empty.
         masks: Directory of true masks with the names of the images, or names that differ in the same way
-            (:func:`~fedshift.data.files.masks.match_names`), for segmentation.
+            (:func:`~fedshift.data.files.pairing.match_names`), for segmentation.
         progress: Function of a word, the number of files done, and the number of all files.
 
     Raises:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zipfile
 import zlib
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from hashlib import blake2b
 from pathlib import Path
@@ -13,30 +13,25 @@ from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from ..analysis.statistics import FEWEST_UNITS
 from ..config.spec import DataSpec
 from ..data.checks.quality import check_data
 from ..data.decoding.dicom import holds_slices
 from ..data.decoding.images import SUFFIXES
-from ..data.decoding.volumes import UNMEASURED, is_volume, read_volume_header
+from ..data.decoding.volumes import is_volume
 from ..data.far_values import judge_newcomers
 from ..data.federation import ClientData, Federation
-from ..data.files.image_store import ImageFile, read_all
-from ..data.files.images import describe_broken, describe_lost, refuse_broken
+from ..data.files.listing import describe_broken, describe_lost, refuse_broken
 from ..data.files.read_options import Progress, ReadOptions
-from ..data.files.volumes import KEPT, VolumeStore, refuse_other_kinds
 from ..data.formats import open_arrays
 from ..data.joining import join_schema
 from ..data.patches import Patches
 from ..data.readers.arrays import holds_hub_datasets, holds_tables
-from ..data.readers.images import choose_decodings, decode_images, inspect_images, make_part
+from ..data.readers.folders import read_unlabeled
 from ..data.samples import Samples, join_several, to_samples
-from ..data.scan import Part
 from ..data.schema import Schema
 from ..data.sources import READ, load_source
-from ..data.stores import RecentArrays
 from ..experiments.experiment import Experiment
 from ..nn.several_inputs import Inputs
 from ..utils.errors import UsageError
@@ -111,44 +106,40 @@ def _read_array(path: Path, names: Sequence[str]) -> tuple[Samples, Inputs]:
 def _read_images(
     path: Path, spec: DataSpec, schema: Schema, progress: Progress | None, notices: list[str] | None
 ) -> Samples:
-    """Read the images in folder ``path`` and below it, decoded once, like clients' images."""
-    wanted = "give a folder of images, or an .npz file with an array x"
+    """Read the images in folder ``path``, and pictures below it, decoded once, like clients' images.
+
+    Raises :class:`UsageError` naming a file that cannot be read, or that has another grid if there are no patches.
+    """
+    prepared, wanted = schema.preparation, "give a folder of images, or an .npz file with an array x"
     if not path.is_dir():
         raise UsageError(f"{path} is no folder: {wanted}")
-    if schema.preparation.decoding.kind == "volume":
-        return _read_volumes(path, spec, schema, progress, notices)
-    if len(shape := schema.preparation.shape) != 3:
-        raise UsageError(f"{path}: the run was trained on samples of shape {shape}, not on images: {wanted}")
-    named = sorted(file.relative_to(path) for file in path.rglob("*"))
-    shown = [name for name in named if not any(part[0] == "." for part in name.parts)]
-    found = {name: path / name for name in shown if name.suffix.lower() in SUFFIXES}
-    if notices is not None:
-        notices += describe_lost(client_name(path), shown)
-    if not found:
-        raise UsageError(f"{path} holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}")
-    files = tuple(ImageFile(str(n), "", "", f.stat().st_size, f.stat().st_mtime_ns) for n, f in found.items())
-    height, width = shape[1:]
-    patch = (height, width) if schema.preparation.patched else ()
+    volumes, (_, *places) = prepared.decoding.kind == "volume", prepared.shape
+    if volumes:
+        files = {f.name: f for f in sorted(path.iterdir()) if (holds_slices(f) if f.is_dir() else is_volume(f))}
+        lacking = "holds no NIfTI or DICOM file, and the run was trained on such: give a folder of them"
+    elif len(places) != 2:
+        raise UsageError(f"{path}: the run was trained on samples of shape {prepared.shape}, not on images: {wanted}")
+    else:
+        named = sorted(file.relative_to(path) for file in path.rglob("*"))
+        shown = [name for name in named if not any(part[0] == "." for part in name.parts)]
+        files = {str(name): path / name for name in shown if name.suffix.lower() in SUFFIXES}
+        lacking = f"holds no image ({', '.join(sorted(SUFFIXES))}): {wanted}"
+        if notices is not None:
+            notices += describe_lost(client_name(path), shown)
+    if not files:
+        raise UsageError(f"{path} {lacking}")
+    patched = prepared.patched or volumes
     reading = ReadOptions(
-        image_size=spec.image_size, differing=(height, width), on_data_error=spec.on_data_error, progress=progress,
-        patch=f"{width},{height}" if patch else None, schema=schema,
+        image_size=None if volumes else spec.image_size, differing=None if volumes else (places[0], places[1]),
+        on_data_error=spec.on_data_error, progress=progress, schema=schema,
+        patch=",".join(map(str, places[::-1])) if patched else None,
     )  # fmt: skip
-    name = client_name(path)
-    images = inspect_images(path, {name: files}, reading, cases=bool(patch))
-    y = torch.zeros(len(files), dtype=torch.int64)
-    part = make_part(name, files, y, path, reading)
-
-    def find_usable(part: Part, broken: Collection[str]) -> NDArray[np.int8]:
-        """Return 0, the split of training, for each file that can be read."""
-        return np.array([-1 if file in broken else 0 for file in part.files], np.int8)
-
-    (store,) = decode_images(images, [part], reading)
-    broken = store.facts.broken
-    (how,), _ = choose_decodings([part], [store], reading, lambda part: find_usable(part, broken))
-    usable = torch.from_numpy(np.flatnonzero(find_usable(part, broken) == 0))
+    size = (prepared.resized if prepared.patched else tuple(places)) if volumes else ()
+    store, sizes, broken = read_unlabeled(path, files, reading, volumes=volumes, size=size)
     _leave_out(path, broken, len(files), spec, notices)
-    patches = Patches(patch, store.facts.list_extents(files), schema.preparation.resized) if patch else None
-    return Samples(x=torch.from_numpy(how.rescale(store.pixels)), y=y[usable], rows=usable, patches=patches)
+    usable = torch.tensor([row for row, name in enumerate(files) if name not in broken], dtype=torch.int64)
+    patches = Patches(tuple(places), sizes, prepared.resized) if prepared.patched else None
+    return Samples(x=store, y=torch.zeros(len(usable), dtype=torch.int64), rows=usable, patches=patches)
 
 
 def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec, notices: list[str] | None) -> None:
@@ -157,34 +148,6 @@ def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec
     refuse_broken(path, broken, count, ReadOptions(on_data_error=choice))
     if broken and notices is not None:
         notices.append(describe_broken(client_name(path), broken, count))
-
-
-def _read_volumes(
-    path: Path, spec: DataSpec, schema: Schema, progress: Progress | None, notices: list[str] | None
-) -> Samples:
-    """Return the medical images in folder ``path``, files and folders of slices, decoded when they are needed.
-
-    Raises :class:`UsageError` naming a file that cannot be read, or that has another grid if there are no patches.
-    """
-    how, shape = schema.preparation.decoding, schema.preparation.shape
-    files = [file for file in sorted(path.iterdir()) if (holds_slices(file) if file.is_dir() else is_volume(file))]
-    if not files:
-        raise UsageError(f"{path} holds no NIfTI or DICOM file, and the run was trained on such: give a folder of them")
-    headers, broken = read_all({file.name: file for file in files}, read_volume_header, "headers", progress)
-    _leave_out(path, broken, len(files), spec, notices)
-    files = [file for file in files if file.name not in broken]
-    refuse_other_kinds(path, headers)
-    if how.spacing and (unmeasured := [name for name, header in headers.items() if not header.measured]):
-        raise UsageError(f"{path / unmeasured[0]} {UNMEASURED}")
-    found = {name: header.resample(how.spacing) if how.spacing else header for name, header in headers.items()}
-    resized = schema.preparation.resized if schema.preparation.patched else shape[1:]
-    sizes = np.array([resized or header.shape for header in found.values()], np.int64)
-    store = VolumeStore(
-        [(file,) for file in files], (next(iter(found.values())).channels, *sizes.max(axis=0).tolist()), str(path),
-        RecentArrays(KEPT), extents=None if resized else sizes, window=how.window, spacing=how.spacing,
-    )  # fmt: skip
-    patches = Patches(shape[1:], sizes, schema.preparation.resized) if schema.preparation.patched else None
-    return Samples(x=store, y=torch.zeros(len(files), dtype=torch.int64), patches=patches)
 
 
 def describe_newcomers(data: Federation, experiment: Experiment) -> list[str]:

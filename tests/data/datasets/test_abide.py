@@ -200,11 +200,6 @@ def test_a_compact_file_gives_the_same_as_the_series(published, tmp_path):
         abide(tmp_path / "packed", sites=("YALE",))
 
 
-def test_without_files_a_person_is_told_where_to_get_them(tmp_path):
-    with pytest.raises(UsageError, match="get it from http://preprocessed-connectomes-project"):
-        abide(tmp_path)
-
-
 if CARD.present("abide", DATA):
 
     def test_the_real_sites_have_the_subjects_of_fedbn_s_table_10():

@@ -21,18 +21,13 @@ def test_targets_are_cosines_of_the_content_or_of_the_input(labels):
         assert not np.isin(client.test.x.numpy(), client.train.x.numpy()).any()
 
 
-def test_draws_depend_on_the_seed_alone():
-    first, again, other = cosines(), cosines(), cosines(seed=1)
-    assert first.fingerprint == again.fingerprint != other.fingerprint
-
-
 @pytest.mark.parametrize(("choice", "said"), [({"samples": 0}, "at least 1"), ({"labels": "x"}, "unknown labels 'x'")])
 def test_other_values_are_refused(choice, said):
     with pytest.raises(UsageError, match=said):
         cosines(**choice)
 
 
-@pytest.mark.sampled(1)
+@pytest.mark.slow
 @pytest.mark.parametrize(("labels", "misfit"), [("content", "fedavg"), ("input", "silobn")])
 def test_fedbn_fits_both_clients_and_averaged_statistics_or_an_averaged_gamma_neither(labels, misfit):
     settings = {"model": "cosine", "batch_size": 0, "rounds": 100, "lr": 0.1, "evaluate_every": 100}

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from PIL import Image
 
 from fedshift.data.checks.faults import judge_groups
@@ -56,18 +55,6 @@ def test_the_folds_of_flamby_are_the_split(published):
         assert client.train.y.tolist() == [0, 1, 2, 4, 5, 6]
         assert client.test.y.tolist() == [3, 7]
         assert kinds(client.train) + kinds(client.test) == [(y, center) for y in (0, 1, 2, 4, 5, 6, 3, 7)]
-
-
-def test_pixels_are_normalized_as_for_imagenet(published):
-    train = fed_isic2019(published.parent, size=4).client("bcn").train
-    levels = train.copy_rows(slice(None)).double() / 255
-    mean, std = torch.tensor([0.485, 0.456, 0.406]), torch.tensor([0.229, 0.224, 0.225])
-    wanted = (levels - mean.double()[:, None, None]) / std.double()[:, None, None]
-    assert torch.allclose(train.inputs(slice(None), torch.float64), wanted, atol=1e-6)
-
-
-def test_the_size_is_that_of_flamby(published):
-    assert fed_isic2019(published.parent).sample_shape == (3, 224, 224)
 
 
 def write_lesions(folder):
@@ -142,6 +129,7 @@ def test_compact_files_are_read_and_cleaned(tmp_path):
 
 if (DATA / "fed_isic2019_ham").is_dir():
 
+    @pytest.mark.slow
     def test_the_real_folds_have_the_sizes_of_flamby_and_share_the_lesions_that_are_known():
         data = fed_isic2019(DATA).check()
         assert [(client.name, len(client.train), len(client.test)) for client in data.clients] == [

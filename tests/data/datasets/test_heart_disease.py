@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.data.datasets.heart_disease import CARD, fed_heart_disease, heart_disease
+from fedshift.data.datasets.heart_disease import fed_heart_disease, heart_disease
 from fedshift.utils.errors import UsageError
 
 CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
@@ -132,10 +132,6 @@ def test_a_compact_file_that_lacks_an_array_is_refused(tmp_path):
     np.savez(tmp_path / "heart_disease.npz", x_cleveland=np.zeros((2, 13)))
     with pytest.raises(UsageError, match=r"heart_disease.npz has no array 'y_cleveland' \(it has x_cleveland\)"):
         heart_disease(tmp_path)
-
-
-def test_the_four_files_can_be_fetched():
-    assert [remote.name for remote in CARD.remotes] == [f"processed.{client}.data" for client in CLIENTS]
 
 
 if (DATA / "heart_disease.npz").is_file():

@@ -12,7 +12,7 @@ from PIL import Image
 from fedshift.data.assembly import assemble
 from fedshift.data.federation import Federation
 from fedshift.data.files.read_options import ReadOptions
-from fedshift.data.readers import images as reader
+from fedshift.data.readers import folders as reader
 from fedshift.utils.errors import UsageError
 
 SUFFIXES = ("png", "bmp", "tif", "TIFF", "PNG")

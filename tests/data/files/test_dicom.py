@@ -162,7 +162,7 @@ def test_a_client_has_a_folder_for_each_case_and_masks_on_any_axes(tmp_path):
     with pytest.raises(UsageError, match=r"notes is a folder of pictures, .* write the slices of each case to one NIf"):
         read_folder(tmp_path / "scans")
     (tmp_path / "scans" / "participants.tsv").write_text("participant_id\n")
-    with pytest.raises(UsageError, match="holds tables and medical images with masks: put each kind"):
+    with pytest.raises(UsageError, match="holds images or recordings in folders and tables: put each kind"):
         read_folder(tmp_path / "scans")
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.files.images import holds_images
+from fedshift.data.files.listing import holds_images
 from tests.data.files.conftest import noise, refused, samples, write
 
 # Which file lands where

@@ -6,7 +6,7 @@ import torch
 from PIL import Image
 
 from fedshift.data.assembly import read_folder
-from fedshift.data.files.masks import match_names
+from fedshift.data.files.pairing import match_names
 from fedshift.tasks import Segmentation
 from fedshift.utils.errors import UsageError
 

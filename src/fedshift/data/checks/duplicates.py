@@ -18,7 +18,7 @@ from ...tasks import Regression, Segmentation, Survival
 from ...utils.words import join_some
 from ..copies import MANY_NUMBERS
 from ..federation import Federation
-from ..files.volumes import list_headers
+from ..files.grids import list_headers
 from .findings import EXAMPLES, Finding, find_fix, list_places, locate_sample, make_finding
 from .survey import SplitSurvey
 

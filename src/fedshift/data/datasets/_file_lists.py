@@ -1,6 +1,6 @@
 """Images whose files, labels and splits are known in advance, from a publisher's lists or from folders.
 
-They are decoded once into the image cache (:mod:`fedshift.data.files.image_store`), always in color and resized to one
+They are decoded once into the image cache (:mod:`fedshift.data.files.cache`), always in color and resized to one
 size. A list of images is a table with the columns ``path`` (relative to a known directory), ``label`` and ``part``
 (train, validation or test), and ``group`` if groups are known.
 """
@@ -19,9 +19,10 @@ from numpy.typing import NDArray
 from ...utils.errors import UsageError
 from ...utils.files import cache_directory
 from ...utils.random_streams import stream
+from ..decoding import Decoding, decode
 from ..federation import ClientData, Federation
-from ..files.image_store import ImageFacts, ImageFile, cache_entry, decode_all, load_store
-from ..files.images import list_files
+from ..files.cache import keep, read_all, stamp
+from ..files.listing import list_files
 from ..files.read_options import Progress
 from ..formats import explain_errors, read_pickle
 from ..partition import split_stratified
@@ -184,17 +185,22 @@ def _decode_listed(
             f"client {client!r}: {len(missing)} of {len(listed)} images are not there, first {root / missing[0]}: "
             "put all of its images there (unpack the archive again)"
         )
-    stats = [(root / path).stat() for path in listed["path"]]
-    files = [
-        ImageFile(path, part, str(label), stat.st_size, stat.st_mtime_ns)
-        for path, label, part, stat in zip(*(listed[column] for column in COLUMNS), stats, strict=True)
-    ]
-    facts = ImageFacts(channels=3, height=height, width=width)
-    place = cache_entry(cache_directory(), root, files, "listed", "byte", client, size)
-    store = load_store(place) or decode_all(root, files, facts, place, f"images of {client}", progress)
-    for file, why in store.facts.broken.items():
+    how, files = Decoding(kind="byte"), {path: root / path for path in listed["path"]}
+
+    def work() -> tuple[NDArray[np.uint8], dict[str, str]]:
+        pixels = np.zeros((len(files), 3, height, width), np.uint8)
+        row_of = {file: row for row, file in enumerate(files.values())}
+
+        def read(file: Path) -> None:
+            pixels[row_of[file]], _ = decode(file, how, 3, (height, width))
+
+        return pixels, read_all(files, read, f"images of {client}", progress)[1]
+
+    facts = "listed", stamp(files.values()), height, width
+    (pixels, broken), _ = keep(cache_directory(), facts, work)
+    for file, why in broken.items():
         raise UsageError(
-            f"client {client!r}: {len(store.facts.broken)} of {len(listed)} images cannot be read, first "
+            f"client {client!r}: {len(broken)} of {len(listed)} images cannot be read, first "
             f"{root / file}: {why}; get them again"
         )
-    return store.pixels
+    return pixels

@@ -8,7 +8,7 @@ from pathlib import Path
 from ...utils.errors import UsageError
 from ...utils.words import join_some
 from ..federation import Federation
-from ..files.images import list_categories
+from ..files.listing import list_categories
 from ..files.read_options import Progress
 from ..preparation import UNIT
 from . import _file_lists as listing

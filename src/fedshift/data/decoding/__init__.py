@@ -16,10 +16,11 @@ import torch
 from numpy.typing import NDArray
 from PIL import Image
 
+from .dicom import find_slices
 from .images import Kind, Unreadable, decode_image
 from .ranges import NO_LEVELS, UNIT_RANGE, Levels, Window, scale
 from .resizing import resize_volume
-from .signals import decode_signal
+from .signals import WFDB, decode_signal, list_files
 from .volumes import decode_volume
 
 FileKind = Literal["array", "byte", "integer", "real", "volume", "signal"]
@@ -90,3 +91,10 @@ def decode(
             return (resize_volume(values, size) if size and not how.spacing else values).numpy(), NO_LEVELS
     kind: Kind = how.kind if how.kind in ("integer", "real") else "byte"
     return decode_image(file, kind=kind, channels=channels, size=size)
+
+
+def list_members(file: Path) -> list[Path]:
+    """Return all files that are one image or recording: slices in a folder, or a WFDB header with its values."""
+    if file.suffix.lower() == WFDB:
+        return list_files(file)
+    return find_slices(file) if file.is_dir() else [file]

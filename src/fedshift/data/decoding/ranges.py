@@ -35,6 +35,8 @@ EXCESS = 0.005
 PERCENTILES = (0.5, 99.5)
 SPARSE = 0.9
 
+_LARGE = 1e30
+"""Numbers above it, and spans below its inverse, are not left to float32."""
 UNIT_RANGE = (0.0, 1.0)
 """Range of gray floats."""
 _TOPS = (0, *(2**bits - 1 for bits in BITS))
@@ -102,15 +104,24 @@ def find_range(stored: NDArray[Any], resampled: NDArray[Any]) -> Window:
     return float(low), float(max(middle, np.percentile(others, PERCENTILES[1], method="lower")))
 
 
+def choose_float(low: float, high: float) -> type[np.float32 | np.float64]:
+    """Return float64 if float32 would round values from ``low`` to ``high`` to a few, else float32."""
+    low, high = float(low), float(high)  # numbers of numpy may overflow
+    largest, span = max(abs(low), abs(high)), high - low
+    return np.float32 if (largest <= min(span * 2**12, _LARGE) and span >= 1 / _LARGE) or span == 0 else np.float64
+
+
 def scale(values: NDArray[Any], ends: Sequence[Window]) -> NDArray[np.float32]:
     """Return ``values [C, ...]`` from -1 to 1, clipped beyond; a channel whose ends are equal becomes -1.
 
     ``ends``: the range of each channel, or one for all.
     """
-    low, high = np.array(ends, np.float32).reshape(-1, 2, *[1] * (values.ndim - 1)).swapaxes(0, 1)
-    scaled: NDArray[np.float32] = np.clip(values.astype(np.float32), low, high)
+    kind = np.float64 if any(choose_float(*pair) is np.float64 for pair in ends) else np.float32
+    low, high = np.array(ends, kind).reshape(-1, 2, *[1] * (values.ndim - 1)).swapaxes(0, 1)
+    scaled = np.clip(values.astype(kind), low, high)
     scaled -= low
     scaled /= np.where(high > low, high - low, 1)
     scaled *= 2
     scaled -= 1
-    return scaled
+    shares: NDArray[np.float32] = scaled.astype(np.float32, copy=False)
+    return shares

@@ -21,6 +21,8 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 from torch import Tensor
 
+from .ranges import choose_float
+
 COARSE = 3.0
 """An axis whose voxels are more than this many times as long as the finest axis's is not interpolated."""
 Order = Literal[0, 1, 3]
@@ -86,10 +88,10 @@ def find_size(size: Sequence[int], before: Sequence[float], after: Sequence[floa
     return tuple(max(1, round(n * old / new)) for n, old, new in zip(size, before, after, strict=True))
 
 
-def resample_image(x: NDArray[Any], before: Sequence[float], after: Sequence[float]) -> NDArray[np.float32]:
+def resample_image(x: NDArray[Any], before: Sequence[float], after: Sequence[float]) -> NDArray[Any]:
     """Return values ``x [C, ...]`` with a spacing ``before`` on the grid of a spacing ``after``, by cubic splines."""
     size = find_size(x.shape[1:], before, after)
-    return _interpolate(x.astype(np.float32), size, _choose_orders(3, before, after))
+    return _interpolate(x.astype(choose_float(x.min(), x.max())), size, _choose_orders(3, before, after))
 
 
 def resample_mask(y: NDArray[np.uint8], before: Sequence[float], after: Sequence[float]) -> NDArray[np.uint8]:
@@ -109,7 +111,7 @@ def _choose_orders(order: Order, before: Sequence[float], after: Sequence[float]
     return tuple(0 if each else order for each in coarse)
 
 
-def _interpolate(x: NDArray[np.float32], size: Sequence[int], orders: Sequence[Order]) -> NDArray[np.float32]:
+def _interpolate(x: NDArray[Any], size: Sequence[int], orders: Sequence[Order]) -> NDArray[Any]:
     """Return ``x [C, ...]`` interpolated to ``size``, one axis after another."""
     for axis, (n, order) in enumerate(zip(size, orders, strict=True), start=1):
         if x.shape[axis] != n:

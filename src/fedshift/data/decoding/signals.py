@@ -15,15 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
-from torch import Tensor
-from typing_extensions import override
 
-from ...utils.errors import UsageError
 from ...utils.files import require_regular
 from ...utils.words import join_some
-from ..stores import Keys, LazyStore, RecentArrays, digest_files
 from .dicom import check_bytes, load_library
 from .images import Unreadable, explain_unreadable
 
@@ -32,8 +27,6 @@ SIGNALS = (WFDB, EDF, BDF)
 """Suffixes of files that this module reads."""
 VALUES = frozenset({".dat", ".mat", ".atr", ".qrs", ".xyz"})
 """Suffixes of files that belong to a WFDB header."""
-KEPT = 2**28
-"""Bytes of decoded recordings to keep."""
 UNCALIBRATED = "uncalibrated"
 """Unit of leads whose WFDB header gives no gain, or a gain of 0: nobody knows how much one of their numbers is."""
 _GAIN = re.compile(r"-?[\d.]*[1-9]")  # not 0
@@ -119,40 +112,8 @@ def decode_signal(
     return made
 
 
-class SignalStore(LazyStore):
-    """Recordings ``[N, C, L]`` in ``files``, decoded when a batch needs them; ``recent``: a cache of stores."""
-
-    probed = 2
-
-    def __init__(
-        self, files: Sequence[Path], leads: Sequence[str], length: int, where: str, recent: RecentArrays
-    ) -> None:
-        super().__init__(where, len(files), torch.zeros(1, len(leads), length))
-        self._files, self._leads, self._recent = tuple(files), tuple(leads), recent
-
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        x = torch.empty(len(rows), *self.shape[1:])
-        for place, row in enumerate(rows.tolist()):
-            file = self._files[row]
-            known = self._recent.find(file)
-            try:
-                made = decode_signal(file, self._leads) if known is None else known
-            except Unreadable as error:
-                raise UsageError(f"{file} {error}") from error
-            if made.shape != self.shape[1:]:
-                raise UsageError(f"{file} has shape {made.shape} and not {self.shape[1:]}: it changed while in use")
-            self._recent.keep(file, made)
-            x[place] = torch.from_numpy(made)
-        return x
-
-    @override
-    def digest(self, rows: NDArray[np.int64]) -> bytes:
-        return repr(self._leads).encode() + digest_files(_list_files(self._files[row]) for row in rows.tolist())
-
-
-def _list_files(file: Path) -> list[Path]:
-    """Return ``file`` and, of a WFDB header, the files that it names for its signals."""
+def list_files(file: Path) -> list[Path]:
+    """Return a recording's files: ``file`` and, of a WFDB header, the files that it names for its signals."""
     if file.suffix.lower() != WFDB:
         return [file]
     lines = (line.split() for line in _read_lines(file)[1:])

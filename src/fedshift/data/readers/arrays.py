@@ -324,13 +324,10 @@ def _scan_whole(splits: Mapping[str, Any], reading: ReadOptions) -> Scan:
         owner = np.array(list(map(str, data[column])))
         for client in np.unique(owner).tolist():
             rows = np.flatnonzero(owner == client)
-            own = {
-                "y": part.y[rows],
-                "side": part.side[rows],
-                "group": part.group[rows] if len(part.group) else UNGROUPED,
-            }
             told = f"client {client!r}, {split or 'train'} data"
-            parts.append(replace(part, client=client, where=told, rows=rows, **own))
+            group = part.group[rows] if len(part.group) else UNGROUPED
+            y, side = part.y[rows], part.side[rows]
+            parts.append(replace(part, client=client, where=told, y=y, side=side, rows=rows, group=group))
     chosen = choose_clients(sort_names({part.client for part in parts}), reading)
     ordered = tuple(part for client in chosen for part in parts if part.client == client)
     return Scan(name=NAME, parts=ordered, task=reading.task)

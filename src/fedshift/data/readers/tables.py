@@ -67,6 +67,7 @@ TEXTS, UNREAD = (".txt", ".dat", ".data", ""), (
     ".json", ".jsonl", ".sav", ".dta", ".sas7bdat", ".xpt", ".rds", ".rdata",
 )  # fmt: skip
 """Names of files that may be tables and are not read."""
+LOST = "most differences are lost, since the network's numbers have seven digits, in {}"
 holds = "tables"
 options = frozenset(
     {"test_fraction", "client_column", "target", "split_column", "ignore_columns", "groups", "missing", "scaling"}
@@ -377,7 +378,9 @@ def _to_float64(cells: pa.ChunkedArray) -> Numbers:
 def _read_words(cells: pa.ChunkedArray, decimal: Any) -> tuple[Numbers, list[str], Ints, Numerals]:
     """Return cells' numbers, NaN where there is none, distinct texts, each cell's place among them, and the rule."""
     if not (is_text(cells.type) or pa.types.is_boolean(cells.type)):
-        return _to_float64(cells), [], np.full(len(cells), -1), Numerals({})
+        numbers = _to_float64(cells)
+        known = {f"{number:g}": number for number in numbers[~np.isnan(numbers)][:1].tolist()}
+        return numbers, [], np.full(len(cells), -1), Numerals(known)
     encoded = clean_texts(cells).combine_chunks().dictionary_encode()
     distinct = list(map(clean_name, encoded.dictionary.to_pylist()))
     numerals = read_numerals([text for text in distinct if text.lower() not in (*CODES, *TRUTHS)], decimal)
@@ -647,7 +650,7 @@ def scan_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sca
     features = _choose_features(tables[0], reading)
     rows = _find_rows(tables, reading)
     task = reading.task or CLASSIFICATION
-    y, classes, class_names = _read_targets(rows, task, reading)
+    y, classes, class_names = _read_targets(rows, task, reading, notices)
     theirs = {column.name: column for column in reading.schema.columns} if reading.schema else {}
     client = rows.roles[""].to_numpy()[rows.read]
     columns, values, joined = [], [], reading.schema.name if reading.schema else ""
@@ -702,8 +705,7 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
             + join_some(filled)
         )
     if coarse:
-        names = join_some(map(repr, coarse))
-        notices.append(f"most differences are lost, since the network's numbers have seven digits, in {names}")
+        notices.append(LOST.format(join_some(map(repr, coarse))))
     return Loaded(
         stores=[torch.from_numpy(prepared.x) for prepared in made], columns=columns, notices=tuple(notices),
         normalizations=[prepared.scaling for prepared in made],
@@ -946,8 +948,13 @@ def _choose_features(table: Table, reading: ReadOptions) -> list[str]:
 # Targets
 
 
-def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[torch.Tensor, int, tuple[str, ...]]:
-    """Return the target of each row that is read, the number of classes, labels or targets, and their names."""
+def _read_targets(
+    rows: TableRows, task: Task, reading: ReadOptions, notices: list[str]
+) -> tuple[torch.Tensor, int, tuple[str, ...]]:
+    """Return the target of each row that is read, the number of classes, labels or targets, and their names.
+
+    Adds a remark to ``notices`` on numbers in other forms, and on those whose differences float32 does not hold.
+    """
     if isinstance(task, Classification):
         (target,) = reading.targets
         texts = rows.roles[target]
@@ -968,7 +975,10 @@ def _read_targets(rows: TableRows, task: Task, reading: ReadOptions) -> tuple[to
                 "correct it, or name another column ({})",
                 Ref("target"),
             )
-        read.append(seen.read_values(Column(name=name)))
+        _refuse_doubt(seen)
+        read.append(seen.read_values(Column(name=name, unit=_find_unit(seen))))
+        notices += filter(None, [_describe_numerals(seen)])
+        notices += [LOST.format(repr(name))] if _loses_digits(read[-1], read[-1].astype(np.float32)) else []
     y = task.read_targets(np.stack(read, axis=1), (), "the table")
     outputs = task.count_outputs([y])
     return y, outputs, tuple(reading.targets)[-outputs:]

@@ -24,7 +24,7 @@ from ...data.columns import Column, Holds, feature_offsets
 from ...data.decoding import FileKind
 from ...data.decoding.ranges import Window
 from ...data.federation import PLURALS, ClientData, Federation
-from ...data.files.images import sort_classes
+from ...data.files.listing import sort_classes
 from ...data.inputs import MOST_INPUTS, require_layout
 from ...data.readers.tables import MOST_CATEGORIES, number_classes
 from ...data.samples import Samples

@@ -12,7 +12,7 @@ from pydantic import TypeAdapter
 from ...config.spec import DataSpec
 from ...data.columns import Column
 from ...data.federation import Federation
-from ...data.files.images import holds_images
+from ...data.files.listing import holds_images
 from ...data.readers.tables import find_tables, is_table
 from ...data.schema import Layout
 from ...data.sources import load_source

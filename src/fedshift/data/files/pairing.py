@@ -17,7 +17,7 @@ from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..decoding.volumes import find_stem
 from ..patches import make_box
-from .image_store import ImageFile
+from .listing import ImageFile
 from .read_options import ReadOptions
 
 IMAGES, MASKS, FIELDS = "images", "masks", "fov"

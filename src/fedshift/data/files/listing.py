@@ -1,22 +1,21 @@
-"""Directories of images: clients, their parts, and folders of classes or of images and masks."""
+"""Directories of images and recordings: clients, their parts, and folders of classes or of images and masks."""
 
 from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from itertools import chain
 from pathlib import Path
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import NamedTuple
 
 from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
 from ..decoding.dicom import DICOM, holds_slices, is_dicom
 from ..decoding.images import SUFFIXES
+from ..decoding.signals import SIGNALS
 from ..decoding.volumes import is_volume
-from .image_store import ImageFacts, ImageFile, ImageStore
+from ..identity import sort_names
 from .read_options import ReadOptions
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
@@ -30,13 +29,22 @@ LAYOUT = (
 UNREAD = frozenset({".avif", ".dcm", ".heic", ".heif", ".jfif", ".jp2", ".tga", ".webp"})
 """Suffixes of image formats that cannot be read; skipping such files loses data."""
 
-CLASSES, MASKS, VOLUMES = KINDS = ("classes", "masks", "volumes")
-"""Kinds of directories: folders of classes, images with masks, and medical images with masks."""
+CLASSES, MASKS, VOLUMES, RECORDINGS = ("classes", "masks", "volumes", "recordings")
+"""Contents of directories: images in folders of classes, images with masks, medical images with masks, recordings."""
 
 _IGNORED = frozenset({"thumbs.db", "desktop.ini", "__macosx", "dicomdir"})
+_ARCHIVES = frozenset({".7z", ".bz2", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zip"})
 _DEEPEST = 4  # levels below DIR to search for images: client, part, class, and one level too deep
 
-Rows = NDArray[np.int64]
+
+class ImageFile(NamedTuple):
+    """A client's file: ``path`` relative to a given directory, ``part`` (may be empty) and ``category``."""
+
+    path: str
+    part: str
+    category: str
+    size: int
+    mtime_ns: int
 
 
 def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
@@ -61,22 +69,16 @@ def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: Re
         )
 
 
-def list_unkept(stores: Iterable[ImageStore], reading: ReadOptions) -> list[str]:
-    """Return notices that explain why decoded files are not in the cache."""
-    reasons = {store.unkept for store in stores if store.unkept}
-    return [
-        Information(f"{reading.cache_directory} cannot be written ({why}): images are kept in memory")
-        for why in reasons
-    ]
-
-
-def find_kind(source: object) -> str:
-    """Return which kind of images directory ``source`` holds, one of :data:`KINDS`; empty if it holds none.
+def find_content(source: object) -> str:
+    """Return what directory ``source`` holds, such as :data:`CLASSES`; empty for nothing of the kind.
 
     Images outside folders of classes, or of images and masks, do not count if there are tables or arrays.
     """
-    if not isinstance(source, Path) or not source.is_dir() or not holds_images(source):
+    if not isinstance(source, Path) or not source.is_dir():
         return ""
+    if not holds_images(source):
+        folders = list_content(source)[1]
+        return RECORDINGS * any(_reach(Path(folder), _is_recording, _DEEPEST - 1) for folder in folders)
     places = find_places(source)
     deep = places or any(file.suffix.lower() in SUFFIXES for file in source.glob("*/*/*"))
     if not deep and any(file.suffix.lower() in (".npz", ".csv", ".tsv", ".parquet") for file in source.iterdir()):
@@ -108,19 +110,17 @@ def _list_folders(path: Path) -> list[Path]:
 
 def holds_images(path: Path) -> bool:
     """Return whether there is an image in a folder of ``path`` or up to three levels below it; stop at the first."""
-
-    def below(folder: Path, levels: int) -> bool:
-        files, folders = list_content(folder)
-        return any(map(_is_image, files)) or (levels > 1 and any(below(Path(f), levels - 1) for f in folders))
-
-    return path.is_dir() and any(below(Path(folder), _DEEPEST) for folder in list_content(path)[1])
+    return path.is_dir() and any(_reach(Path(folder), _is_image, _DEEPEST) for folder in list_content(path)[1])
 
 
-def holds_one_client(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
-    """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain images.
+def _reach(folder: Path, wanted: Callable[[os.DirEntry[str]], bool], levels: int) -> bool:
+    """Return whether ``folder``, or a folder on the ``levels`` below, has a file that is ``wanted``."""
+    files, folders = list_content(folder)
+    return any(map(wanted, files)) or (levels > 1 and any(_reach(Path(f), wanted, levels - 1) for f in folders))
 
-    ``suffixes``: of other samples than images.
-    """
+
+def holds_one_client(path: Path) -> bool:
+    """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain files."""
     folders = list_content(path)[1]
     if folders and all(folder.name.lower() in PARTS for folder in folders):
         return True
@@ -128,8 +128,7 @@ def holds_one_client(path: Path, suffixes: tuple[str, ...] = ()) -> bool:
         return True
     inside = [list_content(Path(folder)) for folder in folders]
     held = (file for files, _ in inside for file in files)
-    found = any(file.name.lower().endswith(suffixes) if suffixes else _is_image(file) for file in held)
-    return found and not any(deeper for _, deeper in inside)
+    return any(_is_image(file) or _is_recording(file) for file in held) and not any(deeper for _, deeper in inside)
 
 
 def find_clients(path: Path) -> dict[str, Path]:
@@ -140,7 +139,7 @@ def find_clients(path: Path) -> dict[str, Path]:
     stray = next(filter(_is_image, files), None)
     if stray is not None:
         raise UsageError(f"{stray.path} is an image outside of any client's folder: {LAYOUT}")
-    names = {folder.name: Path(folder) for folder in folders}
+    names = {name: path / name for name in sort_names(folder.name for folder in folders)}
     if not names:
         raise UsageError(f"{path} holds no folder: {LAYOUT}")
     if all(name.lower() in PARTS for name in names):
@@ -261,18 +260,14 @@ def _is_image(file: os.DirEntry[str]) -> bool:
     return Path(file.name).suffix.lower() in SUFFIXES or is_volume(Path(file))
 
 
-def list_notices(name: str, files: tuple[ImageFile, ...], facts: ImageFacts, reading: ReadOptions) -> list[str]:
-    """Return remarks on how the client's images were read."""
-    said: list[str] = []
-    if facts.frames:
-        frames = join_some(f"{file}: {count}" for file, count in facts.frames.items())
-        said.append(f"client {name!r}: {len(facts.frames)} files hold several frames, the first is read ({frames})")
-    if facts.stretch:
-        said.append(f"client {name!r}: {facts.stretch}")
-    if any(file.part for file in files) and not any(file.part == "test" for file in files):
-        text = f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing"
-        said.append(Information(text))
-    return said
+def _is_recording(file: os.DirEntry[str]) -> bool:
+    return file.name.lower().endswith(SIGNALS)
+
+
+def list_strays(path: Path) -> list[str]:
+    """Return a notice about files beside the clients' folders that could be clients and are not read, if any."""
+    files = [file.name for file in list_content(path)[0] if Path(file.name).suffix.lower() in _ARCHIVES | UNREAD]
+    return [f"{path} holds files that are not read: {join_some(files)}; unpack clients into folders"] if files else []
 
 
 def describe_broken(name: str, broken: Mapping[str, str], count: int) -> str:
@@ -281,11 +276,11 @@ def describe_broken(name: str, broken: Mapping[str, str], count: int) -> str:
     return f"client {name!r}: {len(broken)} of {count} files cannot be read, left out ({why})"
 
 
-def list_faults(folder: Path, name: str, broken: Mapping[str, str], count: int) -> list[str]:
-    """Return sentences about skipped images of client ``name`` in ``folder``, which has ``count`` files."""
-    said = [describe_broken(name, broken, count)] if broken else []
+def list_unread(folder: Path, name: str, readable: Collection[str] = ()) -> list[str]:
+    """Return a sentence about images of client ``name`` in formats that are not read, if any; ``readable``: but for."""
     folders = [Path(inside) for several in _find_parts(folder).values() for inside in several]
-    return [*said, *describe_lost(name, (Path(file) for inside in folders for file in list_content(inside)[0]))]
+    files = [Path(file) for inside in folders for file in list_content(inside)[0]]
+    return describe_lost(name, [file for file in files if file.suffix.lower() not in readable])
 
 
 def describe_lost(name: str, files: Iterable[Path]) -> list[str]:

@@ -1,46 +1,33 @@
-"""Federations for segmentation from NIfTI and DICOM files, ``DIR/<client>/images/`` and ``DIR/<client>/masks/``.
-
-Folders, names and class numbers are as in :mod:`fedshift.data.files.masks`; single files are read by
-:mod:`fedshift.data.decoding.volumes`. Masks are kept in memory. Images are decoded when a batch needs them, and
-the most recently used :data:`KEPT` bytes over all clients are kept.
-"""
+"""Grids of medical images: sizes, spacings and places of their voxels, compared between files and clients."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
-from hashlib import blake2b
 from pathlib import Path
 
 import numpy as np
-import torch
-from joblib import Memory
-from numpy.typing import NDArray
-from torch import Tensor
-from typing_extensions import override
 
 from ...config.grid_plan import Fingerprint
 from ...tasks.segmentation import Segmentation
-from ...utils.errors import FedshiftError, Ref, UsageError
+from ...utils.errors import Ref, UsageError
 from ...utils.words import Information, join_some
-from ..decoding.dicom import CLOSE, find_slices
-from ..decoding.images import Unreadable
+from ..decoding import list_members
+from ..decoding.dicom import CLOSE
 from ..decoding.ranges import Window, choose_shared, parse_window
-from ..decoding.resizing import resize_volume
 from ..decoding.volumes import (
     UNMEASURED,
     VolumeHeader,
-    decode_volume,
-    digest_voxels,
+    find_difference,
+    is_volume,
     measure_volume,
     parse_spacing,
-)
+)  # fmt: skip
 from ..federation import Federation
-from ..patches import extend
 from ..schema import Schema
-from ..stores import Keys, LazyStore, RecentArrays, digest_files
-from . import image_store
+from ..stores import MappedStore
+from .cache import keep, read_all, stamp
+from .listing import ImageFile
 from .read_options import ReadOptions
 
 OWN_RANGE = (
@@ -54,110 +41,25 @@ SHARED_RANGE = (
 MEASURE = "write a NIfTI file with a qform or sform, or leave it out of the plan"
 OBLIQUE = 20.0
 """Degrees against the patient's axes beyond which a notice tells of tilted images."""
-KEPT = 2**28
-"""Bytes of decoded images to keep."""
 
 Shape = tuple[int, ...]
 
 
-class VolumeStore(LazyStore):
-    """Images ``[N, C, D, H, W]`` or ``[N, C, H, W]`` in files, decoded when a batch needs them, which is slow.
-
-    Args:
-        samples: Files of each sample, whose channels are concatenated.
-        shape: Channels and spatial shape of all samples; a file with another shape is resized.
-        extents: True size of each sample, ``[N, axes]``, which are padded at their ends with the lowest value in each
-            channel; None: they are resized.
-        kept: Cache entry of each sample, in which its decoded array is kept; empty: none is.
-        where: Name of the samples in messages.
-        recent: Cache of decoded samples, which stores may share.
-        turn: Reorient arrays to the patient's axes.
-        window: Values that become -1 and 1; None: each volume's percentiles.
-        spacing: Millimeters to which volumes are resampled before; empty: they keep their voxels.
-        headers: Header of each sample's file; None: unknown.
-
-    """
-
-    probed = 2
-
-    def __init__(
-        self,
-        samples: Sequence[tuple[Path, ...]],
-        shape: Shape,
-        where: str,
-        recent: RecentArrays,
-        *,
-        extents: NDArray[np.int64] | None = None,
-        kept: Sequence[Path] = (),
-        turn: bool = True,
-        window: Window | None = None,
-        spacing: tuple[float, ...] = (),
-        headers: Sequence[VolumeHeader | None] = (),
-    ) -> None:
-        super().__init__(where, len(samples), torch.zeros(1, *shape))
-        self._extents, self._kept = extents, tuple(kept)
-        self.headers, self.spacing = tuple(headers), spacing
-        self._samples, self._recent, self._decode_one = (
-            tuple(samples),
-            recent,
-            partial(decode_volume, turn=turn, window=window, spacing=spacing),
-        )
-
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        x = torch.empty(len(rows), *self.shape[1:])
-        for place, row in enumerate(rows.tolist()):
-            size = self.shape[2:] if self._extents is None else tuple(self._extents[row].tolist())
-            place_of = self._kept[row] if self._kept else None
-            made = torch.from_numpy(self._find(self._samples[row], size, place_of))
-            x[place] = made if self._extents is None else extend(made, self.shape[2:])
-        return x
-
-    @override
-    def digest(self, rows: NDArray[np.int64]) -> bytes:
-        sizes = None if self._extents is None else self._extents[rows].tolist()
-        files = (file for row in rows.tolist() for file in self._samples[row])
-        read = digest_files(find_slices(file) if file.is_dir() else [file] for file in files)
-        return repr((self._decode_one.keywords, sizes)).encode() + read
-
-    @override
-    def identify(self, row: int) -> bytes:
-        files = self._samples[row]
-        try:
-            return blake2b(b"".join(map(digest_voxels, files)), digest_size=16).digest()
-        except Unreadable as error:
-            raise FedshiftError(f"{files[0]} {error}") from error
-
-    def _find(self, files: tuple[Path, ...], size: Shape, place: Path | None) -> NDArray[np.float32]:
-        """Return a decoded sample from the cache entry at ``place``, or decode it and keep it there."""
-        found = None if place is None else image_store.load_array(place)
-        if found is not None and found.shape == (self.shape[1], *size):
-            return np.array(found)
-        made = self._decode(files, size)
-        if place is not None:
-            image_store.keep_array(place, made)
-        return made
-
-    def _decode(self, files: tuple[Path, ...], size: Shape) -> NDArray[np.float32]:
-        known = self._recent.find(files)
-        if known is not None:
-            self._recent.keep(files, known)
-            return known
-        parts = []
-        for file in files:
-            try:
-                parts.append(self._decode_one(file))
-            except Unreadable as error:
-                raise UsageError(f"{file} {error}: replace it, or take it and its mask away") from error
-        if self._extents is None:
-            parts = [resize_volume(torch.from_numpy(part), size).numpy() for part in parts]
-        made = np.concatenate(parts)
-        if made.shape != (self.shape[1], *size):
+def refuse_other_grids(
+    path: Path, pairs: Sequence[tuple[ImageFile, ImageFile]], headers: Mapping[str, VolumeHeader]
+) -> None:
+    """Raise :class:`UsageError` if an image is a picture among medical images, or lies elsewhere than its mask."""
+    for image, _ in pairs:
+        if not is_volume(path / image.path) and not (path / image.path).is_dir():
             raise UsageError(
-                f"{files[0]} has shape {made.shape} and not {(self.shape[1], *size)}: it changed while it was used"
+                f"{path / image.path} is no NIfTI or DICOM file, and others are: put each kind into its own directory"
             )
-        self._recent.keep(files, made)
-        return made
+    for image, mask in pairs:
+        if image.path in headers and mask.path in headers:
+            differs = find_difference(headers[image.path], headers[mask.path])
+            if differs:
+                told = differs.replace("{image}", str(path / image.path))
+                raise UsageError(f"mask {path / mask.path} {told}: bring it to its image's grid")
 
 
 def refuse_other_kinds(path: Path, headers: Mapping[str, VolumeHeader]) -> None:
@@ -228,23 +130,15 @@ def find_window(
         return asked, []
     if not all(header.hounsfield for header in headers.values()):
         return None, [Information(OWN_RANGE)]
-    place = reading.cache_directory / "ranges" if image_store.can_write(reading.cache_directory) else None
-    measure = Memory(place, verbose=0).cache(_measure_stamped)
-    files = {file: path / file for file in headers if file in trained}
-    ends, _ = image_store.read_all(files, lambda file: measure(file, _stamp(file)), "ranges of CT", reading.progress)
+
+    def measure(file: Path) -> Window:
+        facts = "range", stamp(list_members(file))
+        return keep(reading.cache_directory, facts, lambda: measure_volume(file))[0]
+
+    ends, _ = read_all({file: path / file for file in headers if file in trained}, measure, "ranges of CT",
+                       reading.progress)  # fmt: skip
     window = choose_shared([*ends.values()])
     return window, [Information(SHARED_RANGE.format(*window))] if window else []
-
-
-def _measure_stamped(file: Path, stamp: object) -> Window:  # noqa: ARG001 (joblib's key)
-    """Return :func:`measure_volume`, which is kept under the ``stamp``."""
-    return measure_volume(file)
-
-
-def _stamp(path: Path) -> list[tuple[str, int, int]]:
-    """Return the name, size and time of change of a file, or of each file in a folder."""
-    files = find_slices(path) if path.is_dir() else [path]
-    return [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
 
 
 def find_sizes(path: Path, headers: Mapping[str, VolumeHeader], reading: ReadOptions) -> dict[str, Shape]:
@@ -352,7 +246,7 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
     for client in data.clients:
         train, rows = client.train, client.train.rows.tolist()
         assert train.patches is not None
-        headers = [train.store.headers[row] for row in rows] if isinstance(train.store, VolumeStore) else []
+        headers = [train.store.headers[row] for row in rows] if isinstance(train.store, MappedStore) else []
         for row, header in zip(rows, headers, strict=False):
             if header is None or not header.measured:
                 raise UsageError(f"{client.files[row]} {UNMEASURED.partition(':')[0]}: {MEASURE}")
@@ -362,11 +256,6 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
             data.task.count_classes(train.y, data.classes).tolist(),
         )
     return found
-
-
-def is_resampled(data: Federation) -> bool:
-    """Return whether a client's medical images are resampled to a spacing."""
-    return any(getattr(client.train.store, "spacing", ()) for client in data.clients)
 
 
 def _find_tilt(header: VolumeHeader) -> float:

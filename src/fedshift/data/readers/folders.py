@@ -1,0 +1,718 @@
+"""Files in folders: pictures, medical images (NIfTI, DICOM) and recordings (WFDB, EDF), with classes or with masks.
+
+``DIR/<client>/[<part>/]<class>/<file>``, or the folders ``images``, ``masks`` and perhaps ``fov`` in place of classes.
+A part is train, validation or test; a client without a test folder has test samples drawn from the others.
+
+Headers are read first, then masks; images are decoded once the training images are known, which decide how gray is
+scaled. What is decoded is mapped from the cache (:mod:`fedshift.data.files.cache`): the pictures of a client, or its
+masks, as one array, uint8 or float32 ``[N, C, H, W]``; a medical image or a recording as an array each. Labels number
+the class folders of all clients, selected or not. A mask has the class of each pixel, or 255 for ignored pixels.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from ...tasks import CLASSIFICATION, Classification
+from ...tasks.segmentation import Segmentation
+from ...utils.errors import Ref, UsageError
+from ...utils.words import Information, join_some
+from ..agreement import refuse_other_labels
+from ..decoding import Decoding, decode, list_members
+from ..decoding.images import SUFFIXES, Unreadable, decode_image, read_header
+from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, describe_gray, parse_window
+from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
+from ..decoding.signals import SIGNALS, VALUES, SignalHeader, read_signal_header
+from ..decoding.volumes import READABLE, decode_mask, describe_spacing, parse_spacing, read_volume_header
+from ..files import grids, listing, pairing
+from ..files.cache import keep, make_room, read_all, run_in_parallel, stamp
+from ..files.listing import CLASSES, MASKS, RECORDINGS, VOLUMES, ImageFile
+from ..files.read_options import ReadOptions
+from ..groups import find_groups
+from ..identity import find_identity
+from ..patches import extend
+from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, assign_splits, choose_clients
+from ..schema import Schema
+from ..stores import LazyStore, MappedStore
+
+holds = "images or recordings in folders"
+options = frozenset({"test_fraction", "image_size", "groups", "window", "spacing"})
+
+_CHUNK = 100  # images to scale at a time
+_NOUNS = {CLASSES: "images", MASKS: "images with masks", VOLUMES: "medical images with masks", RECORDINGS: "recordings"}
+_HONORING = {
+    "image_size": "images", "spacing": "medical images", "window": "medical images and gray of more than 8 bits",
+}  # fmt: skip
+
+Size = tuple[int, ...]
+Read = Callable[[Path, Size], tuple[NDArray[Any], Levels]]
+
+
+class Decoded(NamedTuple):
+    """Files as one array ``[N, C, *axes]``, or as an array each, with zeros for broken ones.
+
+    ``broken``: why a file cannot be used; ``levels``: levels of gray of each file; ``constant``: files whose pixels all
+    have one value.
+    """
+
+    values: Any
+    broken: dict[str, str]
+    levels: list[Levels]
+    constant: list[str]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Client:
+    """Files of a client in ``folder``: images, each with its mask and field of view if there are any."""
+
+    folder: Path
+    images: tuple[ImageFile, ...]
+    masks: tuple[ImageFile, ...] = ()
+    fields: tuple[ImageFile, ...] = ()
+
+    @property
+    def files(self) -> tuple[ImageFile, ...]:
+        """All files, images first."""
+        return self.images + self.masks + self.fields
+
+    def list_lost(self, broken: Collection[str]) -> set[str]:
+        """Return the images that are ``broken``, or whose mask or field of view is."""
+        beside = filter(None, (self.masks, self.fields))
+        rows = zip(self.images, *beside, strict=True)
+        return {row[0].path for row in rows if any(file.path in broken for file in row)}
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Folders:
+    """What headers and masks say about the files of all clients below ``path``.
+
+    Attributes:
+        content: What the directory holds (:func:`~fedshift.data.files.listing.find_content`).
+        headers: What each readable file's header says.
+        broken: Why each other file cannot be used; masks too, once they are decoded.
+        how: How each client's images are decoded, but for the range of gray.
+        sizes: Size of each image when it is decoded.
+        present: Values that each mask of a client contains, ``[N, 256]``.
+        clients_with_255: Clients whose masks write the class 1 as 255.
+        used: Bytes of the masks.
+
+    """
+
+    path: Path
+    content: str
+    clients: dict[str, Client]
+    headers: Mapping[str, Any]
+    broken: dict[str, str]
+    how: Mapping[str, Decoding] = field(default_factory=dict)
+    sizes: Mapping[str, Size] = field(default_factory=dict)
+    present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    clients_with_255: frozenset[str] = frozenset()
+    used: int = 0
+
+    @property
+    def shown(self) -> dict[str, Any]:
+        """Headers of readable images, without masks."""
+        paths = (file.path for client in self.clients.values() for file in client.images)
+        return {path: self.headers[path] for path in paths if path in self.headers}
+
+    def list_sizes(self, client: Client) -> list[Size]:
+        """Return the size of each of a client's images; that of a broken one is 1 along each axis."""
+        blank = (1,) * len(next(iter(self.sizes.values()), (1, 1)))
+        return [self.sizes.get(file.path, blank) for file in client.images]
+
+    def count_channels(self, client: Client) -> int:
+        """Return the number of channels of a client's images, or of all medical images."""
+        if self.content == RECORDINGS:
+            return len(next(iter(self.how.values())).leads)
+        if self.content == VOLUMES:
+            return next((header.channels for header in self.shown.values()), 1)
+        return max((self.headers[f.path].channels for f in client.images if f.path in self.headers), default=1)
+
+
+# Scan
+
+
+def can_read(source: object) -> bool:
+    """Return whether ``source`` is a directory of pictures, medical images or recordings in folders."""
+    return bool(listing.find_content(source))
+
+
+def scan(source: Path, reading: ReadOptions) -> Scan:
+    """Return the clients in directory ``source``, which is one itself if it joins others.
+
+    Raises :class:`UsageError` if the directory has another layout, files differ where they may not, an image has no
+    mask or one of another grid, a mask has a value that is no class, or the library for a format is missing.
+    """
+    content = listing.find_content(source) or CLASSES
+    _refuse_options(source, content, reading)
+    places = listing.choose_folders(source, reading)
+    clients, notices = _list_clients(source, places, content, reading)
+    files, said = inspect(Folders(path=source, content=content, clients=clients, headers={}, broken={}), reading)
+    notices += said
+    if content in (MASKS, VOLUMES):
+        return _scan_masks(files, notices, reading)
+    labels = _number_labels(source, places, reading)
+    parts = [
+        make_part(files, name, torch.tensor([labels[file.category] for file in client.images]), reading)
+        for name, client in clients.items()
+    ]
+    return Scan(
+        name=source.resolve().name, parts=tuple(parts), task=reading.task or CLASSIFICATION,
+        classes=reading.classes or len(labels), class_names=tuple(labels),
+        note=f"{{samples}} {_NOUNS[content]} of {{clients}} clients", notices=tuple(notices), source=files,
+    )  # fmt: skip
+
+
+def _refuse_options(source: Path, content: str, reading: ReadOptions) -> None:
+    """Raise :class:`UsageError` for a task or options that do not fit what ``source`` holds."""
+    wanted: type[Any] = Segmentation if content in (MASKS, VOLUMES) else Classification
+    if reading.task and not isinstance(reading.task, wanted):
+        raise UsageError(f"{source} holds images for {wanted.name}, not for {reading.task}: leave the task out")
+    parse_window(reading.window), parse_spacing(reading.spacing)
+    unused = {"spacing"} if content in (CLASSES, MASKS) else {"spacing", "window", "image_size"}
+    for name in sorted(unused & reading.changed if content != VOLUMES and reading.schema is None else ()):
+        raise UsageError(f"{{}} is for {_NOUNS[VOLUMES]}, not for {source}, {_NOUNS[content]}: leave it out", Ref(name))
+
+
+def _list_clients(
+    source: Path, places: Mapping[str, Path], content: str, reading: ReadOptions
+) -> tuple[dict[str, Client], list[str]]:
+    """Return the files of each requested client, paired with their masks, and notices of files that are not read."""
+    suffixes: Collection[str] = {VOLUMES: READABLE, RECORDINGS: SIGNALS}.get(content, SUFFIXES)
+    clients, notices = {}, listing.list_strays(source)
+    for name in choose_clients(places, reading):
+        files, said = listing.list_files(source, places[name], suffixes, VALUES if content == RECORDINGS else ())
+        notices += said
+        if content in (MASKS, VOLUMES):
+            images, masks = zip(*pairing.pair_files(source, name, files), strict=True)
+            fields = tuple(view for _, view in pairing.pair_files(source, name, files, pairing.FIELDS))
+            clients[name] = Client(folder=places[name], images=images, masks=masks, fields=fields)
+        else:
+            clients[name] = Client(folder=places[name], images=files)
+    return clients, notices
+
+
+def inspect(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
+    """Return ``files`` with what their headers say and how they are to be decoded, and notices."""
+    headers, broken = dict[str, Any](), dict[str, str]()
+    for name, client in files.clients.items():
+        mine, lost = _read_headers(files, name, client, reading)
+        headers, broken = headers | mine, broken | lost
+    files = replace(files, headers=headers, broken=broken)
+    choose = {VOLUMES: _choose_grids, RECORDINGS: _choose_leads}.get(files.content, _choose_sizes)
+    return choose(files, reading)
+
+
+def _read_headers(
+    files: Folders, name: str, client: Client, reading: ReadOptions
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return the headers of a client's files; only those of pictures, which name no patient, are kept in the cache."""
+    every = {file.path: files.path / file.path for file in client.files}
+    read: Callable[[Path], Any] = {VOLUMES: read_volume_header, RECORDINGS: read_signal_header}.get(
+        files.content, read_header
+    )
+    if read is not read_header:
+        return read_all(every, read, f"headers of {name}", reading.progress)
+    facts = "headers", str(files.path.resolve()), client.files
+    work = lambda: read_all(every, read, f"headers of {name}", reading.progress)  # noqa: E731
+    return keep(reading.cache_directory, facts, work)[0]
+
+
+def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOptions) -> dict[str, int]:
+    """Return the label of each class folder of the clients in ``places``, selected or not.
+
+    Raises :class:`UsageError` for fewer ``classes`` than folders, and names of one kind at some clients alone.
+    """
+    refuse_other_labels({name: listing.list_categories([folder]) for name, folder in places.items()})
+    labels = {name: label for label, name in enumerate(listing.list_categories(places.values()))}
+    if reading.classes is not None and reading.classes < len(set(map(find_identity, labels))):
+        raise UsageError(
+            f"classes={reading.classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as "
+            "many"
+        )
+    return labels
+
+
+def make_part(files: Folders, name: str, y: Tensor, reading: ReadOptions) -> Part:
+    """Return a client's images with their targets; without a test folder, training images are to be divided."""
+    client = files.clients[name]
+    paths = tuple(file.path for file in client.images)
+    train = SPLITS.index("train") if any(file.part == "test" for file in client.images) else UNSAID
+    sides = {"": train, "train": train, **{split: SPLITS.index(split) for split in SPLITS[1:]}}
+    patients = [getattr(files.headers[p], "patient", "") if p in files.headers else p for p in paths]
+    group = find_groups(reading.groups, paths)
+    if not len(group) and all(patients) and files.content == VOLUMES:
+        group = np.array(patients, np.str_)
+    if reading.groups is None and len(set(group.tolist())) < 2:  # names that distinguish nothing
+        group = UNGROUPED
+    side = np.array([sides[file.part] for file in client.images], np.int8)
+    return Part(
+        client=name, where=f"client {name!r}", y=y, side=side, rows=np.arange(len(paths)), files=paths, group=group,
+        source=client.folder,
+    )  # fmt: skip
+
+
+# Sizes and leads
+
+
+def _choose_sizes(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
+    """Return pictures with their kinds and sizes; raise :class:`UsageError` if these differ and may not."""
+    how = {name: Decoding(kind=_find_depth(files, name)) for name in files.clients}
+    notices = [said for name in files.clients for said in _compare_masks(files, name)]
+    own = {path: (header.height, header.width) for path, header in files.shown.items()}
+    sizes: dict[str, Size] = dict(own)
+    cases = files.content == MASKS
+    if reading.image_size is not None:
+        sizes = dict.fromkeys(sizes, (reading.image_size,) * 2)
+    elif len(set(sizes.values())) > 1 and not (reading.patch and cases):
+        if not reading.differing:
+            raise _refuse_sizes(files.path, sizes, cases=cases)
+        sizes, (height, width) = dict.fromkeys(sizes, reading.differing), reading.differing
+        notices.append(Information(f"images of several sizes are resized to {width} x {height} pixels"))
+    for name, client in files.clients.items():
+        mine = [file.path for file in client.images if file.path in own]
+        told = describe_stretch([own[path] for path in mine], sizes[mine[0]]) if mine and sizes != own else ""
+        notices += [f"client {name!r}: {told}"] if told else []
+    return replace(files, how=how, sizes=sizes), notices
+
+
+def _find_depth(files: Folders, name: str) -> Any:
+    """Return the kind of pixels of a client's images; raise :class:`UsageError` if some have 8 bits, others more."""
+    images = [file.path for file in files.clients[name].images if file.path in files.headers]
+    example = {files.headers[path].kind: path for path in reversed(images)}  # the first of each kind
+    if len(example) > 1:
+        first, second = sorted(example)[:2]
+        raise UsageError(
+            f"client {name!r} has images of different depth, {files.path / example[first]} ({first}) and "
+            f"{files.path / example[second]} ({second}): convert all of a client's images to one"
+        )
+    return next(iter(example), "byte")
+
+
+def _compare_masks(files: Folders, name: str) -> list[str]:
+    """Return a notice about masks that are not turned as their images are; refuse masks of other sizes."""
+    client, turned = files.clients[name], []
+    for images, beside in ((client.images, client.masks), (client.images, client.fields)):
+        for image, mask in zip(images, beside, strict=False):
+            ours, theirs = files.headers.get(image.path), files.headers.get(mask.path)
+            if ours is None or theirs is None:
+                continue
+            if (ours.width, ours.height) != (theirs.width, theirs.height):
+                tag = ", upright by its rotation tag (EXIF)" if ours.turned != theirs.turned else ""
+                raise UsageError(
+                    f"mask {files.path / mask.path} has {theirs.width} x {theirs.height} pixels, but its image "
+                    f"{files.path / image.path} has {ours.width} x {ours.height}{tag}: give both the same size"
+                )
+            if ours.turned != theirs.turned:
+                turned.append(image.path)
+    if not turned:
+        return []
+    return [
+        f"client {name!r}: {len(turned)} of {len(client.images)} images have a rotation tag (EXIF) that their masks do "
+        f"not have, or the other way round ({join_some(turned)}): images are turned upright, their masks are not; if "
+        "masks were drawn on the pixels as stored, turn the masks too, or take the tags away"
+    ]
+
+
+def _refuse_sizes(path: Path, sizes: Mapping[str, Size], *, cases: bool) -> UsageError:
+    first: dict[Size, str] = {}
+    for file, size in sizes.items():
+        first.setdefault(size, file)
+    small, large = (pick(first, key=lambda size: (size[0] * size[1], size[::-1])) for pick in (min, max))
+    downs, acrosses = zip(*first, strict=True)
+    return UsageError(
+        f"images differ in size: {path / first[small]} has {small[1]} x {small[0]} pixels, {path / first[large]} has "
+        f"{large[1]} x {large[0]} (widths {min(acrosses)} to {max(acrosses)}, heights {min(downs)} to {max(downs)}): "
+        "give one size for all ({})" + (", or train on patches ({})" if cases else ""),
+        *[Ref(image_size=64), Ref(patch=64)][: 1 + cases],
+    )
+
+
+def _choose_grids(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
+    """Return medical images with their spacing, window and sizes; raise :class:`UsageError` if grids do not fit."""
+    path, shown = files.path, files.shown
+    pairs = [pair for client in files.clients.values() for pair in zip(client.images, client.masks, strict=False)]
+    grids.refuse_other_grids(path, pairs, files.headers)
+    grids.refuse_other_kinds(path, shown)
+    trained = _list_training(files, reading) or set(shown)
+    spacing = grids.find_spacing(path, shown, trained, reading)
+    window, ranges = grids.find_window(path, shown, trained, reading)
+    by_client = {
+        name: [shown[file.path] for file in client.images if file.path in shown]
+        for name, client in files.clients.items()
+    }
+    notices = [said for name, headers in by_client.items() for said in grids.list_unplaced(name, headers)]
+    notices += grids.compare_grids(by_client, resampled=bool(spacing))
+    if spacing:
+        shown = {file: header.resample(spacing) for file, header in shown.items()}
+        notices.append(Information(f"images are resampled to {describe_spacing(spacing)}"))
+    sizes = grids.find_sizes(path, shown, reading)
+    if reading.image_size is not None and sizes:
+        told = describe_stretch([header.shape for header in shown.values()], next(iter(sizes.values())))
+        notices += [told] if told else []
+    how = Decoding(kind="volume", window=window, spacing=spacing)
+    return replace(files, how=dict.fromkeys(files.clients, how), sizes=sizes), [*notices, *ranges]
+
+
+def _list_training(files: Folders, reading: ReadOptions) -> set[str]:
+    """Return the readable images that are for training."""
+    trained = set[str]()
+    for name, client in files.clients.items():
+        part = make_part(files, name, torch.zeros(len(client.images), dtype=torch.uint8), reading)
+        split = assign_splits(part, client.list_lost(files.broken), task=Segmentation(), reading=reading)
+        trained.update(path for path, side in zip(part.files, split, strict=True) if side == SPLITS.index("train"))
+    return trained
+
+
+def _choose_leads(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
+    """Return recordings with their leads and rate; raise :class:`UsageError` naming two that differ, or no readable."""
+    listing.refuse_broken(files.path, files.broken, len(files.headers) + len(files.broken), reading)
+    if not files.headers:
+        file, reason = next(iter(files.broken.items()))
+        raise UsageError(
+            f"none of the {len(files.broken)} recordings in {files.path} can be read: give others ({file} {reason})"
+        )
+    _refuse_other_leads(files.path, files.headers)
+    first: SignalHeader = next(iter(files.headers.values()))
+    leads = tuple(sorted(first.leads))
+    how = Decoding(kind="signal", leads=leads, units=tuple(first.by_lead[lead] for lead in leads), rate=first.rate)
+    if isinstance(reading.schema, Schema):
+        _refuse_other_run(files.path, how, reading.schema)
+    units = ["mV"] if set(how.units) == {"mv"} else [unit or "no unit" for unit in how.units]
+    told = Information(
+        f"leads in this order: {join_some(leads, shown=16)}; {first.rate:g} Hz, {first.length} samples, in "
+        f"{join_some(units, shown=16)}"
+    )
+    sizes = dict.fromkeys(files.headers, (first.length,))
+    return replace(files, how=dict.fromkeys(files.clients, how), sizes=sizes), [told]
+
+
+def _refuse_other_leads(source: Path, headers: Mapping[str, SignalHeader]) -> None:
+    """Raise :class:`UsageError` naming two recordings that differ."""
+    (one, first), *others = headers.items()
+    for other, header in others:
+        if lacking := set(first.leads) ^ set(header.leads):
+            lead = min(lacking)
+            has, lacks = (one, other) if lead in first.leads else (other, one)
+            raise UsageError(
+                f"{source / has} has the lead {lead!r}, and {source / lacks} does not (it has "
+                f"{join_some(headers[lacks].leads)}): give all recordings the same leads, by the same names"
+            )
+        for lead, unit in first.by_lead.items():
+            if header.by_lead[lead] != unit:
+                raise UsageError(
+                    f"the lead {lead!r} is in {unit or 'no unit'} in {source / one} and in "
+                    f"{header.by_lead[lead] or 'no unit'} in {source / other}: write both in one unit"
+                )
+        for what, ours, theirs, fix in (
+            ("Hz", first.rate, header.rate, "resample all to one rate"),
+            ("samples", first.length, header.length, "cut all to one length"),
+        ):
+            if ours != theirs:
+                raise UsageError(f"{source / one} has {ours:g} {what} and {source / other} {theirs:g}: {fix}")
+
+
+def _refuse_other_run(source: Path, how: Decoding, schema: Schema) -> None:
+    """Raise :class:`UsageError` if recordings have other leads, units or rates than those of ``schema``."""
+    theirs = schema.preparation.decoding
+    for lead, unit in zip(theirs.leads, theirs.units, strict=False):  # none in older runs
+        ours = dict(zip(how.leads, how.units, strict=True)).get(lead, unit)
+        if ours != unit:
+            raise UsageError(
+                f"{source} has the lead {lead!r} in {ours or 'no unit'}, and {schema.name} in {unit or 'no unit'}: "
+                "convert it to the same unit"
+            )
+    if (how.leads, how.rate) != (theirs.leads, theirs.rate):
+        raise UsageError(
+            f"{source} has the leads {join_some(how.leads)} at {how.rate:g} Hz, and {schema.name} "
+            f"{join_some(theirs.leads) or 'none with names'} at {theirs.rate:g} Hz: give the same leads at one rate"
+        )
+
+
+# Masks
+
+
+def _scan_masks(files: Folders, notices: list[str], reading: ReadOptions) -> Scan:
+    """Return the clients with their masks; raise :class:`UsageError` for values that are no class."""
+    masks = {name: _decode_masks(files, name, files.clients[name].masks, reading) for name in files.clients}
+    fields = {
+        name: _decode_masks(files, name, client.fields, reading)
+        for name, client in files.clients.items()
+        if client.fields
+    }
+    decoded = [*masks.values(), *fields.values()]
+    broken = files.broken | {path: why for each in decoded for path, why in each.broken.items()}
+    if files.content == VOLUMES:
+        listing.refuse_broken(files.path, broken, sum(len(client.files) for client in files.clients.values()), reading)
+    present = {name: pairing.find_values(mask.values) for name, mask in masks.items()}
+    pairs = {name: tuple(zip(own.images, own.masks, strict=True)) for name, own in files.clients.items()}
+    classes, white = pairing.number_classes(files.path, pairs, present, reading)
+    used = sum(mask.values.nbytes for mask in decoded)
+    files = replace(files, broken=broken, present=present, clients_with_255=white, used=used)
+    parts = []
+    for name, client in files.clients.items():
+        view = fields[name].values[:, 0] if name in fields else None
+        y = pairing.to_classes(masks[name].values[:, 0], white=name in white, fields=view)
+        y = pairing.ignore_outside(y, np.array(files.list_sizes(client), np.int64)) if reading.patch else y
+        parts.append(make_part(files, name, torch.from_numpy(y), reading))
+        notices += pairing.describe_partners(name, (*pairs[name], *zip(client.images, client.fields, strict=False)))
+    notices += pairing.describe_values(white, pairs)
+    if fields:
+        shares = ", ".join(f"{float((view.values == 0).mean()):.0%} at {name!r}" for name, view in fields.items())
+        notices.append(Information(f"pixels outside of the fields of view are ignored: {shares}"))
+    task = reading.task if isinstance(reading.task, Segmentation) else Segmentation()
+    if files.content == VOLUMES:
+        spacing = next(iter(files.how.values())).spacing
+        shown = {path: header.resample(spacing) if spacing else header for path, header in files.shown.items()}
+        task, said = grids.choose_spacing(task, list(shown.values()), [files.sizes[path] for path in shown])
+        notices += said
+    return Scan(
+        name=files.path.resolve().name, parts=tuple(parts), task=task, classes=classes, checked=True,
+        note=f"{{samples}} {_NOUNS[files.content]} of {{clients}} clients", notices=tuple(notices), source=files,
+    )  # fmt: skip
+
+
+def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading: ReadOptions) -> Decoded:
+    """Return masks, or fields of view, at the size of their images, uint8 ``[N, 1, *axes]``."""
+    client, spacing = files.clients[name], files.how[name].spacing
+    before = {
+        files.path / mask.path: files.headers[image.path].spacing
+        for image, mask in zip(client.images, masks, strict=True)
+        if spacing and image.path in files.headers
+    }
+
+    def read_mask(file: Path, size: Size) -> tuple[NDArray[Any], Levels]:
+        if files.content == MASKS:
+            return decode_image(file, kind="mask", size=size)
+        mask = decode_mask(file)
+        mask = resample_mask(mask, before[file], spacing) if file in before else mask
+        return resize_mask(torch.from_numpy(mask), size).numpy()[None], NO_LEVELS
+
+    facts = "masks", spacing, [*before.values()]
+    return _decode_together(files, name, masks, read_mask, facts, reading, masks=True)[0]
+
+
+# Load
+
+
+def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
+    """Return each client's images; raise :class:`UsageError` for broken files, unless they are to be left out."""
+    files: Folders = scan.source
+    decoded = {name: decode_images(files, name, reading) for name in files.clients}
+    broken = files.broken | {path: why for images, _ in decoded.values() for path, why in images.broken.items()}
+    listing.refuse_broken(files.path, broken, sum(len(client.files) for client in files.clients.values()), reading)
+    lost = {name: client.list_lost(broken) for name, client in files.clients.items()}
+    levels = [
+        decoded[part.client][0].levels[row]
+        for part in scan.parts
+        if files.how[part.client].kind == "integer"
+        for row in np.flatnonzero(assign(part, lost[part.client]) == SPLITS.index("train"))
+    ]
+    how, notices = choose_ranges(files, levels, reading)
+    faults = list[str]()
+    for name, client in files.clients.items():
+        images, unkept = decoded[name]
+        notices += _list_notices(files, name, images, lost[name], reading)
+        faults += _list_faults(files, name, {f.path: broken[f.path] for f in client.files if f.path in broken})
+        notices += [
+            Information(f"{reading.cache_directory} cannot be written ({unkept}): images are kept in memory")
+        ] * (bool(unkept))
+    stores = [make_store(files, name, decoded[name][0], how[name], reading) for name in files.clients]
+    make_room(
+        reading.cache_directory, files.used + 2 * sum(x.nbytes for images, _ in decoded.values() for x in images.values)
+    )
+    return Loaded(
+        stores=stores, decodings=list(how.values()), left_out=set[str]().union(*lost.values()),
+        extents=[np.array(files.list_sizes(client), np.int64) for client in files.clients.values()],
+        notices=tuple(dict.fromkeys(notices)), faults=tuple(faults),
+    )  # fmt: skip
+
+
+def choose_ranges(
+    files: Folders, levels: Sequence[Levels], reading: ReadOptions
+) -> tuple[dict[str, Decoding], list[str]]:
+    """Return how each client's files are decoded, with one range for the gray of all clients, and a notice of it.
+
+    ``levels``: of all training images of more than 8 bits. Raises :class:`UsageError` if a window is asked for images
+    that have none, of 8 bits or floats.
+    """
+    window, how = parse_window(reading.window), dict(files.how)
+    deep = [name for name, each in how.items() if each.kind == "integer"]
+    if window and files.content in (CLASSES, MASKS) and len(deep) < len(how):
+        other = next(name for name in how if name not in deep)
+        raise UsageError(
+            f"{{}} is for gray of more than 8 bits, which the images of client {other!r} are not: leave it out",
+            Ref(window=reading.window),
+        )
+    notices = list[str]()
+    joined = reading.schema.preparation.decoding if isinstance(reading.schema, Schema) else None
+    if joined and joined.kind == "integer":
+        window = joined.window
+    elif deep and not window:
+        window, count = choose_gray(levels)
+        notices.append(describe_gray(window, count, sum(positive for positive, *_ in levels)))
+    return how | {name: replace(how[name], window=window) for name in deep}, notices
+
+
+def decode_images(files: Folders, name: str, reading: ReadOptions) -> tuple[Decoded, str]:
+    """Return a client's images, and the reason why they are not in the cache; empty: they are."""
+    client, how = files.clients[name], files.how[name]
+    channels = files.count_channels(client)
+
+    def read(file: Path, size: Size) -> tuple[NDArray[Any], Levels]:
+        return decode(file, how, channels, size)
+
+    if files.content == VOLUMES:
+        return _decode_each(files, name, read, (how, channels), reading)
+    return _decode_together(files, name, client.images, read, (how, channels), reading)
+
+
+def _decode_together(
+    files: Folders, name: str, some: Sequence[ImageFile], read: Read, facts: Sequence[object], reading: ReadOptions,
+    *, masks: bool = False,
+) -> tuple[Decoded, str]:  # fmt: skip
+    """Return ``some`` files of a client as one array, padded at their ends to the largest.
+
+    ``read`` returns a file at a size, ``[C, *size]``, and depends on the file and ``facts`` alone.
+    """
+    sizes, what = files.list_sizes(files.clients[name]), f"{'masks' if masks else 'images'} of {name}"
+    shape = (len(some), *_find_shape(files, name, masks=masks))
+    floats = not masks and files.how[name].kind != "byte"
+
+    def work() -> Decoded:
+        values = np.zeros(shape, np.float32 if floats else np.uint8)
+        levels, constant, broken = [NO_LEVELS] * len(some), set[str](), dict[str, str]()
+
+        def read_one(row: int) -> None:
+            path = some[row].path
+            try:
+                pixels, levels[row] = read(files.path / path, sizes[row])
+            except Unreadable as error:
+                broken[path] = str(error)
+                return
+            values[row] = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
+            if pixels.min() == pixels.max():
+                constant.add(path)
+
+        run_in_parallel(read_one, [row for row, file in enumerate(some) if file.path not in files.broken], what,
+                        reading.progress)  # fmt: skip
+        return Decoded(values, dict(sorted(broken.items())), levels, sorted(constant))
+
+    members = (
+        [stamp(list_members(files.path / file.path)) for file in some] if files.content in (VOLUMES, RECORDINGS) else []
+    )
+    key = str(files.path.resolve()), some, members, sizes, shape, floats, facts
+    return keep(reading.cache_directory, key, work)
+
+
+def _decode_each(
+    files: Folders, name: str, read: Read, facts: Sequence[object], reading: ReadOptions
+) -> tuple[Decoded, str]:
+    """Return a client's images as an array each, which has its own place in the cache."""
+    client, unkept = files.clients[name], set[str]()
+    sizes = dict(zip((files.path / file.path for file in client.images), files.list_sizes(client), strict=True))
+    channels = files.count_channels(client)
+
+    def read_one(file: Path) -> tuple[NDArray[Any], bool]:
+        def work() -> tuple[NDArray[Any], bool]:
+            values, _ = read(file, sizes[file])
+            return values, bool(values.min() == values.max())
+
+        result, reason = keep(reading.cache_directory, (stamp(list_members(file)), sizes[file], facts), work)
+        if result[0].shape != (channels, *sizes[file]):
+            raise Unreadable(f"has shape {result[0].shape}, and {(channels, *sizes[file])} by its header")
+        unkept.update(filter(None, [reason]))
+        return result
+
+    readable = {file.path: files.path / file.path for file in client.images if file.path not in files.broken}
+    results, broken = read_all(readable, read_one, f"images of {name}", reading.progress)
+    blank = np.zeros((channels, *(1,) * len(next(iter(sizes.values())))), np.float32)
+    values = [results[file.path][0] if file.path in results else blank for file in client.images]
+    constant = [path for path, (_, same) in results.items() if same]
+    return Decoded(values, broken, [NO_LEVELS] * len(values), constant), next(iter(unkept), "")
+
+
+def _find_shape(files: Folders, name: str, *, masks: bool = False) -> Size:
+    """Return the channels and the largest size of a client's images or masks."""
+    client = files.clients[name]
+    largest = np.max(files.list_sizes(client), axis=0).tolist()
+    return (1 if masks else files.count_channels(client), *largest)
+
+
+def make_store(files: Folders, name: str, images: Decoded, how: Decoding, reading: ReadOptions) -> Tensor | LazyStore:
+    """Return a client's samples: pictures as a tensor, mapped from the cache; others as mapped arrays."""
+    client, (channels, *size) = files.clients[name], _find_shape(files, name)
+    if files.content in (VOLUMES, RECORDINGS):
+        members = [files.path / file.path for file in client.images]
+        headers = [files.headers.get(file.path) for file in client.images] if files.content == VOLUMES else []
+        return MappedStore(list(images.values), tuple(size), f"client {name!r}", members, how, headers)
+    if how.kind == "byte":
+        return torch.from_numpy(images.values)
+
+    def work() -> NDArray[Any]:
+        scaled: NDArray[Any] = np.empty_like(images.values)
+        for start in range(0, len(scaled), _CHUNK):
+            scaled[start : start + _CHUNK] = how.rescale(images.values[start : start + _CHUNK])
+        return scaled
+
+    key = "scaled", str(files.path.resolve()), client.images, how, channels, files.list_sizes(client), size
+    return torch.from_numpy(keep(reading.cache_directory, key, work)[0])
+
+
+def _list_notices(files: Folders, name: str, images: Decoded, lost: Collection[str], reading: ReadOptions) -> list[str]:
+    """Return remarks on how a client's files were read."""
+    client, notices = files.clients[name], list[str]()
+    frames = {f.path: getattr(files.headers.get(f.path), "frames", 1) for f in client.images}
+    if several := {path: count for path, count in frames.items() if count > 1}:
+        told = join_some(f"{path}: {count}" for path, count in several.items())
+        notices.append(f"client {name!r}: {len(several)} files hold several frames, the first is read ({told})")
+    if images.constant:
+        notices.append(
+            f"client {name!r}: {len(images.constant)} of {len(client.images)} images are constant, all of their pixels "
+            f"have one value ({join_some(images.constant)})"
+        )
+    if any(file.part for file in client.images) and not any(file.part == "test" for file in client.images):
+        text = f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing"
+        notices.append(Information(text))
+    if name in files.present:
+        pairs = tuple(zip(client.images, client.masks, strict=True))
+        notices += pairing.list_empty(name, pairs, files.present[name], lost, white=name in files.clients_with_255)
+    return notices
+
+
+def _list_faults(files: Folders, name: str, broken: Mapping[str, str]) -> list[str]:
+    """Return sentences about a client's files that are broken, or in a format that is not read."""
+    client = files.clients[name]
+    told = [listing.describe_broken(name, broken, len(client.files))] if broken else []
+    readable = READABLE if files.content == VOLUMES else ()
+    return [*told, *listing.list_unread(client.folder, name, readable)]
+
+
+def read_unlabeled(
+    path: Path, found: Mapping[str, Path], reading: ReadOptions, *, volumes: bool, size: Size = ()
+) -> tuple[Tensor | LazyStore, NDArray[np.int64], dict[str, str]]:
+    """Return images ``found`` below ``path`` by name as one client's, their sizes ``[N, axes]``, and broken ones.
+
+    Gray of more than 8 bits has the range of ``reading.schema``. ``size``: of medical images that are resized; empty:
+    they keep their sizes. Raises :class:`UsageError` as :func:`scan` does.
+    """
+    images = tuple(ImageFile(name, "", "", *stamp([file])[0][1:]) for name, file in found.items())
+    content = VOLUMES if volumes else MASKS if reading.patch else CLASSES
+    name = path.resolve().name
+    files = Folders(
+        path=path, content=content, clients={name: Client(folder=path, images=images)}, headers={}, broken={}
+    )
+    files, _ = inspect(files, reading)
+    files = replace(files, sizes=dict.fromkeys(files.sizes, size)) if size else files
+    decoded, _ = decode_images(files, name, reading)
+    how, _ = choose_ranges(files, decoded.levels, reading)
+    store = make_store(files, name, decoded, how[name], reading)
+    return store, np.array(files.list_sizes(files.clients[name]), np.int64), files.broken | decoded.broken
