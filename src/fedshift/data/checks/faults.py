@@ -75,7 +75,7 @@ def judge_ranges(data: Federation) -> Iterator[Finding]:
 
 
 def judge_names(data: Federation) -> Iterator[Finding]:
-    """Find classes, and a column's categories, whose names are alike."""
+    """Find classes, and a column's categories, with alike names."""
     if group_alike(data.class_names):
         yield make_finding("class-names", f"{describe_alike('Classes', data.class_names)}.")
     for column in data.columns:
