@@ -407,12 +407,12 @@ def test_a_sequence_is_done_in_the_order_written():
 
 def test_recipes_are_what_their_papers_do():
     assert AUGMENTATIONS.parse("fedbn_office()") == AUGMENTATIONS.parse("flip(p=0.5), rotate(degrees=30.0)")
-    assert AUGMENTATIONS.parse("fedmmb_cifar()").options["parts"][0] == AUGMENTATIONS.parse("flip(p=0.5)")
-    isic = AUGMENTATIONS.parse("flamby_isic()").options["parts"]
-    assert [part.options.get("p", 1) for part in isic] == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5]
-    kinds = [part.options.get("augmentation", part).operation.__name__ for part in isic]
+    assert AUGMENTATIONS.parse("fedmmb_cifar()").options.arguments["parts"][0] == AUGMENTATIONS.parse("flip(p=0.5)")
+    isic = AUGMENTATIONS.parse("flamby_isic()").options.arguments["parts"]
+    assert [part.options.arguments.get("p", 1) for part in isic] == [0.5, 0.5, 0.5, 0.5, 0.5, 1, 0.5]
+    kinds = [part.options.arguments.get("augmentation", part).operation.__name__ for part in isic]
     assert kinds == ["scale", "rotate", "brightness_contrast", "flip", "shear", "crop", "erase"]
-    hole = isic[-1].options["augmentation"](torch.ones(1, 1, 200, 200), Fixed(0, 0.5, 0.5))
+    hole = isic[-1].options.arguments["augmentation"](torch.ones(1, 1, 200, 200), Fixed(0, 0.5, 0.5))
     assert (hole == 0).sum() == 16 * 16
 
 

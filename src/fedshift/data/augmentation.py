@@ -1,11 +1,9 @@
 """Augmentations of training batches: each image gets its own parameters, drawn from a keyed stream.
 
-An augmentation takes a batch ``[B, C, H, W]`` in [0, 1] and the NumPy generator of a key
-(:func:`fedshift.utils.random_streams.stream`), and returns a new batch of the same shape and dtype in [0, 1]. All draws
-come from this generator, and their number depends only on B. Geometric operations are relative to the image's center
-and bilinear. ``fill`` sets pixels from outside the image: ``zeros`` (black), ``border`` (the nearest pixel) or
-``reflection`` (mirrored at the outermost pixels). Parameters are drawn as doubles, and an image whose parameters change
-nothing is returned bit for bit.
+The new batch has the same shape and dtype, and values in [0, 1]. All draws come from the NumPy generator of a key
+(:func:`fedshift.utils.random_streams.stream`), and their number depends only on B. Geometric operations are relative to
+the image's center and bilinear. ``fill`` sets pixels from outside the image: ``zeros`` (black), ``border`` (the nearest
+pixel) or ``reflection`` (mirrored at the outermost pixels). An image whose parameters change nothing keeps its bits.
 
 Masks move with their images (:func:`augment_masks`): an operation called with integers ``[B, C, H, W]`` moves them with
 the same draws, to the nearest pixel; an operation that changes colors leaves them unchanged. 0 marks ignored pixels, so
@@ -27,13 +25,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial, wraps
 from inspect import BoundArguments, signature
-from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol
+from typing import Any, Concatenate, NamedTuple, ParamSpec
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from typing_extensions import override
 
 from ..config.catalog import Catalog
 from ..tasks.segmentation import LEFT_OUT, Segmentation
@@ -48,21 +45,11 @@ FILLS = {"zeros": "constant", "border": "replicate", "reflection": "reflect"}
 
 Draws = np.random.Generator
 P = ParamSpec("P")
-
-
 MIX_TRIALS = 8
 """Draws with which :func:`mixes_images` tries an augmentation."""
 
-
-class Augmentation(Protocol):
-    """A function that takes a batch of images ``[B, C, H, W]``, or volumes, in [0, 1] and a generator.
-
-    It returns a new batch.
-    """
-
-    def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
-        """Return the new batch; ``x`` is not modified."""
-        ...
+Augmentation = Callable[[Tensor, Draws], Tensor]
+"""Function of a batch of images ``[B, C, H, W]``, or volumes, in [0, 1] and a generator that returns a new batch."""
 
 
 class Bound(NamedTuple):
@@ -72,47 +59,39 @@ class Bound(NamedTuple):
     refusal: str
 
 
-class Transform(Augmentation):
+@dataclass(frozen=True, eq=False, repr=False)
+class Transform:
     """An operation with its options; operations with the same options are equal and have the same text."""
 
-    def __init__(
-        self,
-        make: Callable[..., Any],
-        operation: Callable[..., Tensor],
-        given: BoundArguments,
-        *,
-        moves: bool,
-        in_slices: bool,
-    ) -> None:
-        self.make, self.operation, self.given, self.options = make, operation, given, given.arguments
-        self.moves, self.in_slices = moves, in_slices
+    make: Callable[..., Any]
+    operation: Callable[..., Tensor]
+    options: BoundArguments
+    moves: bool
+    in_slices: bool
 
-    @override
     def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
-        if x.dim() == 5 and not any(map(callable, (*self.given.args, *self.given.kwargs.values()))):
+        """Return the new batch; ``x`` is not modified."""
+        args, named = self.options.args, self.options.kwargs
+        if x.dim() == 5 and not any(map(callable, (*args, *named.values()))):
             flat = x.flatten(1, 2) if self.in_slices else x.flatten(2, 3)
             return self(flat, rng).reshape(x.shape)
         if self.moves or x.is_floating_point():
-            return self.operation(x, rng, *self.given.args, **self.given.kwargs)
-        self.operation(torch.zeros(len(x), 1, 1, 1), rng, *self.given.args, **self.given.kwargs)  # draws as for images
+            return self.operation(x, rng, *args, **named)
+        self.operation(torch.zeros(len(x), 1, 1, 1), rng, *args, **named)  # draws as for images
         return x
 
-    @override
     def __repr__(self) -> str:
         name = self.operation.__name__.title().replace("_", "")
-        return f"{name}({', '.join(f'{option}={value!r}' for option, value in self.options.items())})"
+        return f"{name}({', '.join(f'{option}={value!r}' for option, value in self.options.arguments.items())})"
 
-    @override
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Transform) and repr(self) == repr(other)
 
-    @override
     def __hash__(self) -> int:
         return hash(repr(self))
 
-    @override
     def __reduce__(self) -> tuple[Any, ...]:
-        return partial(self.make, *self.given.args, **self.given.kwargs), ()
+        return partial(self.make, *self.options.args, **self.options.kwargs), ()
 
 
 def transform(
@@ -125,19 +104,18 @@ def transform(
     """
 
     def decorate(operation: Callable[Concatenate[Tensor, Draws, P], Tensor]) -> Callable[P, Augmentation]:
-        @wraps(operation)
-        def make(*args: P.args, **options: P.kwargs) -> Augmentation:
-            given = takes.bind(*args, **options)
-            given.apply_defaults()
-            for name, bound in bounds.items():
-                value = given.arguments[name]
-                if not bound.allows(value):
-                    raise UsageError(f"{operation.__name__}: {name}={bound.refusal.format(value)}")
-            slices = moves if in_slices is None else in_slices
-            return Transform(make, operation, given, moves=moves, in_slices=slices)
-
         whole = signature(operation)
         takes = whole.replace(parameters=list(whole.parameters.values())[2:], return_annotation="Augmentation")
+
+        @wraps(operation)
+        def make(*args: P.args, **options: P.kwargs) -> Augmentation:
+            chosen = takes.bind(*args, **options)
+            chosen.apply_defaults()
+            for name, bound in bounds.items():
+                if not bound.allows(value := chosen.arguments[name]):
+                    raise UsageError(f"{operation.__name__}: {name}={bound.refusal.format(value)}")
+            return Transform(make, operation, chosen, moves, moves if in_slices is None else in_slices)
+
         make.__signature__ = takes  # type: ignore[attr-defined]
         return make
 
@@ -164,9 +142,8 @@ def _accept(augment: object, text: str | None) -> Augmentation | None:
 def _spell(augment: Augmentation | None) -> str | None:
     if not isinstance(augment, Transform):
         return None
-    inner = map(_spell, augment.given.args)
-    options = (f"{option}={value!r}" for option, value in augment.given.kwargs.items())
-    return f"{augment.operation.__name__}({', '.join([*map(str, inner), *options])})"
+    named = (f"{option}={value!r}" for option, value in augment.options.kwargs.items())
+    return f"{augment.operation.__name__}({', '.join([*(str(_spell(each)) for each in augment.options.args), *named])})"
 
 
 @dataclass(frozen=True)
@@ -174,10 +151,10 @@ class _NamedAugmentation:
     """A user's augmentation, identified by its name, because a function's address differs in every run."""
 
     text: str
-    augmentation: Augmentation
+    augment: Augmentation
 
     def __call__(self, x: Tensor, rng: Draws, /) -> Tensor:
-        return self.augmentation(x, rng)
+        return self.augment(x, rng)
 
     def __str__(self) -> str:
         return self.text
@@ -188,23 +165,19 @@ def check_augmentable(data: Federation, augment: Augmentation) -> None:
 
     Pixels must be in 0..255, or values around 0 in [-1, 1]. ``augment`` is tried on two images.
     """
-    for client in data.clients:
-        split = client.train
+    for name, split in ((client.name, client.train) for client in data.clients):
         if len(split.shape) not in (3, 4):
             raise UsageError(
-                f"augment is for images (C, H, W) and volumes (C, D, H, W), but client {client.name!r} has samples of "
-                f"shape {split.shape}: leave augment out"
+                f"augment is for images (C, H, W) and volumes (C, D, H, W), but client {name!r} has samples of shape "
+                f"{split.shape}: leave augment out"
             )
-        if not split.dtype.is_floating_point:
-            continue
-        low, high = split.find_range()
+        low, high = split.find_range() if split.dtype.is_floating_point else (-1, 1)
         if not -1 <= low < 0 < high <= 1:
             raise UsageError(
-                f"augment takes pixels 0..255 or values around 0 from -1 to 1, but values of client {client.name!r} go "
-                f"from {low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
+                f"augment takes pixels 0..255 or values around 0 from -1 to 1, but values of client {name!r} go from "
+                f"{low:g} to {high:g}: scale them (2 x - 1 for values from 0 to 1), or leave augment out"
             )
-    first = data.clients[0].train
-    first.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
+    data.clients[0].train.inputs(slice(0, 2), augment=lambda x: _try(augment, x))
     if isinstance(data.task, Segmentation) and (functions := list(_list_functions(augment))):
         raise UsageError(
             f"augment: {functions[0]} is a function of images, and masks would not move with them: write it with "
@@ -260,13 +233,12 @@ def augment_masks(augment: Augmentation, y: Tensor, rng: Draws) -> Tensor:
 
 def _list_functions(augment: object) -> Iterator[object]:
     """Yield the parts of ``augment`` that are plain user functions."""
-    whole = augment.augmentation if isinstance(augment, _NamedAugmentation) else augment
+    whole = augment.augment if isinstance(augment, _NamedAugmentation) else augment
     if not isinstance(whole, Transform):
         yield augment
-        return
-    for part in (*whole.given.args, *whole.given.kwargs.values()):
-        if callable(part):
-            yield from _list_functions(part)
+    else:
+        for each in filter(callable, (*whole.options.args, *whole.options.kwargs.values())):
+            yield from _list_functions(each)
 
 
 _FILL = Bound(lambda v: v in tuple(FILLS), f"{{!r}} is unknown: allowed are {', '.join(FILLS)}")
@@ -285,11 +257,7 @@ def _to_pixels(length: float, side: int) -> int:
 
 
 def _range_up_to(most: float) -> Bound:
-    def allows(value: tuple[float, float]) -> bool:
-        low, high = value
-        return 0 < low <= high <= most
-
-    return Bound(allows, f"({{0[0]:g}}, {{0[1]:g}}) must be 0 < low <= high <= {most:g}")
+    return Bound(lambda v: 0 < v[0] <= v[1] <= most, f"({{0[0]:g}}, {{0[1]:g}}) must be 0 < low <= high <= {most:g}")
 
 
 @transform()
@@ -329,8 +297,8 @@ def rotate(x: Tensor, rng: Draws, *, degrees: float = 30.0, fill: str = "zeros")
 )
 def scale(x: Tensor, rng: Draws, *, amount: float | tuple[float, float] = 0.07, fill: str = "zeros") -> Tensor:
     """Zoom by a factor uniform in ``1 - amount..1 + amount``, or within the bounds ``amount``; the size stays."""
-    low, high = amount if isinstance(amount, tuple) else (1 - amount, 1 + amount)
-    step = 1 / rng.uniform(low, high, len(x))
+    bounds = amount if isinstance(amount, tuple) else (1 - amount, 1 + amount)
+    step = 1 / rng.uniform(*bounds, len(x))
     return warp(x, stack_matrices(step, 0, 0, 0, step, 0), fill)
 
 
@@ -348,15 +316,12 @@ def crop(x: Tensor, rng: Draws, *, padding: float = 4, fill: str = "zeros") -> T
     ``padding``: an integer in pixels or a fraction of the side; at most the side minus one pixel. Pixels are moved,
     never interpolated.
     """
-    places = []
     pads = [min(_to_pixels(padding, side), side - 1) for side in x.shape[2:]]
-    for pad, side in zip(pads, x.shape[2:], strict=True):
-        start = torch.from_numpy((rng.random(len(x)) * (2 * pad + 1)).astype(np.int64)).to(x.device)
-        places.append(start[:, None] + torch.arange(side, device=x.device))
+    starts = [torch.from_numpy((rng.random(len(x)) * (2 * pad + 1)).astype(np.int64)).to(x.device) for pad in pads]
     values = x if x.is_floating_point() else x.float()  # torch cannot pad integers by reflection
     padded = F.pad(values, (pads[1], pads[1], pads[0], pads[0]), mode=FILLS[fill]).to(x.dtype)
-    image, channel = (torch.arange(count, device=x.device) for count in x.shape[:2])
-    rows, columns = places
+    image, channel, *sides = (torch.arange(count, device=x.device) for count in x.shape)
+    rows, columns = (start[:, None] + side for start, side in zip(starts, sides, strict=True))
     return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]
 
 
@@ -391,11 +356,8 @@ def color_jitter(
     black, contrast to the image's mean gray, saturation to the pixel's own gray. The hue of the HSV color is rotated by
     a fraction of the circle uniform in ``-hue..hue``. Images without three channels have no saturation or hue.
     """
-    a, b, c = (
-        broadcast_per_image(rng.uniform(max(0, 1 - strength), 1 + strength, len(x)), x)
-        for strength in (brightness, contrast, saturation)
-    )
-    turn = broadcast_per_image(rng.uniform(-hue, hue, len(x)), x)
+    bounds = [(max(0, 1 - strength), 1 + strength) for strength in (brightness, contrast, saturation)]
+    a, b, c, turn = (broadcast_per_image(rng.uniform(*each, len(x)), x) for each in (*bounds, (-hue, hue)))
     x = (x * a).clamp(0, 1)
     x = blend(x, convert_to_gray(x).mean(dim=(2, 3), keepdim=True), b)
     return rotate_hue(blend(x, convert_to_gray(x), c), turn) if x.shape[1] == 3 else x
@@ -407,10 +369,8 @@ def brightness_contrast(x: Tensor, rng: Draws, *, brightness: float = 0.2, contr
 
     Returns ``a x + b`` clamped to [0, 1], with ``a`` uniform in 1 +- ``contrast`` and ``b`` in +- ``brightness``.
     """
-    a, b = (
-        broadcast_per_image(rng.uniform(middle - strength, middle + strength, len(x)), x)
-        for middle, strength in ((1, contrast), (0, brightness))
-    )
+    bounds = (1 - contrast, 1 + contrast), (-brightness, brightness)
+    a, b = (broadcast_per_image(rng.uniform(*each, len(x)), x) for each in bounds)
     return (a * x + b).clamp(0, 1)
 
 
@@ -439,13 +399,13 @@ def blur(x: Tensor, rng: Draws, *, sigma: tuple[float, float] = (0.5, 1.0)) -> T
 @transform(moves=False, in_slices=True, share=_range_up_to(1.0))
 def lower_resolution(x: Tensor, rng: Draws, *, share: tuple[float, float] = (0.5, 1.0)) -> Tensor:
     """Take the nearest pixels of a grid with a ``share`` of rows and columns, and interpolate between them (cubic)."""
-    made = []
-    for image, part in zip(x, rng.uniform(*share, len(x)).tolist(), strict=True):
-        size = [max(1, round(side * part)) for side in x.shape[2:]]
-        coarse = F.interpolate(image[None], size, mode="nearest-exact")
-        fine = F.interpolate(coarse, x.shape[2:], mode="bicubic", align_corners=False).clamp(0, 1)
-        made.append(image if size == list(x.shape[2:]) else fine[0])
-    return torch.stack(made)
+    fine = x.clone()
+    for row, kept in enumerate(rng.uniform(*share, len(x)).tolist()):
+        size = [max(1, round(side * kept)) for side in x.shape[2:]]
+        if size != list(x.shape[2:]):
+            coarse = F.interpolate(x[row : row + 1], size, mode="nearest-exact")
+            fine[row] = F.interpolate(coarse, x.shape[2:], mode="bicubic", align_corners=False)[0].clamp(0, 1)
+    return fine
 
 
 @transform(moves=False, bounds=_range_up_to(math.inf))
@@ -457,9 +417,7 @@ def gamma(x: Tensor, rng: Draws, *, bounds: tuple[float, float] = (0.7, 1.5), in
     """
     low, high = bounds
     below, place = rng.random(len(x)) < 0.5, rng.random(len(x))
-    least, most = np.where(below, low, max(low, 1)), np.where(below, min(high, 1), high)
-    if not low < 1 < high:
-        least, most = np.full(len(x), low), np.full(len(x), high)
+    least, most = (np.where(below, low, 1), np.where(below, 1, high)) if low < 1 < high else (low, high)
     power = least + (most - least) * place
     values = (1 - x if inverted else x).flatten(1)
     floor, top = values.amin(dim=1, keepdim=True), values.amax(dim=1, keepdim=True)
@@ -512,8 +470,7 @@ def flamby_isic() -> Augmentation:
 
     FLamby cuts a window of 200 pixels from an image of 224 (the shorter side), with one to eight holes of 16 pixels.
     Here, images keep their size: the window's position varies by the same 12 pixels in 200, with mirrored pixels beyond
-    the edge, and a hole is 16 pixels in 200. FLamby draws one number of holes for all images; here, it is drawn per
-    image.
+    the edge, a hole is 16 pixels in 200, and the number of holes is drawn for each image.
     """
     return sequence(
         sometimes(scale(amount=0.07, fill="reflection")),
@@ -530,9 +487,8 @@ def nnunet() -> Augmentation:
     """Augment as nnU-Net does for medical images: rotation, zoom, noise, blur, brightness, contrast, resolution, gamma.
 
     Probabilities and ranges are nnU-Net's. Volumes are rotated and zoomed within their slices, as it does where slices
-    are thick. Brightness is relative to black, contrast to the mean, and values stay in their range, since images are
-    scaled by percentiles here. There is no mirroring, since the sides of a body may be different classes: add
-    ``flip()`` where they are not.
+    are thick. Brightness is relative to black, contrast to the mean, and values stay in [0, 1]. There is no mirroring,
+    since the sides of a body may be different classes: add ``flip()`` where they are not.
     """
     color = {"saturation": 0, "hue": 0}
     return sequence(

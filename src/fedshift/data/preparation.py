@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from PIL import Image
+from pydantic import TypeAdapter
 from torch import Tensor
 
 from ..nn.several_inputs import Input, Inputs, divide_rows
@@ -253,12 +254,7 @@ class Preparation:
 
     def __str__(self) -> str:
         if self.inputs:
-            kinds = {"pixels": "pixels, divided by 127.5, minus 1", "integers": "int64", "bools": "bool"}
-            parts = (f"{each.name} [{', '.join(map(str, ('N', *each.shape)))}]" for each in self.inputs)
-            told = (
-                f"{part} ({kinds.get(each.kind, self.dtype)})" for part, each in zip(parts, self.inputs, strict=True)
-            )
-            return f"several inputs: {', '.join(told)}"
+            return f"several inputs: {self.describe_inputs()}"
         sizes = ", ".join(map(str, ("N", *self.shape)))
         if self.patched:
             size = f"resized to {self.resized}" if self.resized else "of any size"
@@ -273,6 +269,14 @@ class Preparation:
             channels = ", ".join(f"{lead} ({unit or 'no unit'})" for lead, unit in leads)
             return f"{self.dtype} [{sizes}], signals at {self.decoding.rate:g} Hz: {channels}"
         return f"{self.dtype} [{sizes}], numbers as the run read them"
+
+    def describe_inputs(self) -> str:
+        """Return the names, shapes and types of several inputs."""
+        kinds = {"pixels": "pixels, divided by 127.5, minus 1", "integers": "int64", "bools": "bool"}
+        return ", ".join(
+            f"{each.name} [{', '.join(map(str, ('N', *each.shape)))}] ({kinds.get(each.kind, self.dtype)})"
+            for each in self.inputs
+        )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -291,40 +295,25 @@ class Preparation:
 
     def to_json(self) -> dict[str, Any]:
         """Return the preparation as JSON values."""
-        facts: dict[str, Any] = {"shape": list(self.shape), "dtype": self.dtype}
-        facts["decoding"] = asdict(self.decoding)
-        if self.scales:
-            kind = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
-            facts[kind] = self.scaling.to_json()
-        if self.columns:
-            facts["columns"] = list(map(asdict, self.columns))
-        if self.inputs:
-            facts["inputs"] = [asdict(each) for each in self.inputs]
-        if self.patched:
-            facts |= {"patched": True, "resized": list(self.resized)}
-        if self.measured is not None:
-            facts["measured"] = self.measured.to_json()
-        return facts | {"values": list(self.values)}
+        facts = {"shape": list(self.shape), "dtype": self.dtype, "decoding": asdict(self.decoding)}
+        scaling = "features" if isinstance(self.scaling, FeatureScaling) else "pixels"
+        others = {
+            scaling: self.scaling.to_json() if self.scales else None,
+            "columns": list(map(asdict, self.columns)), "inputs": list(map(asdict, self.inputs)),
+            "patched": self.patched, "resized": list(self.resized),
+            "measured": self.measured and self.measured.to_json(),
+        }  # fmt: skip
+        return facts | {name: value for name, value in others.items() if value} | {"values": list(self.values)}
 
     @classmethod
     def from_json(cls, facts: Mapping[str, Any]) -> Preparation:
         """Return the preparation described by the result of :meth:`to_json`."""
-        scaling: Scaling = HALF
-        if "features" in facts:
-            scaling = FeatureScaling.from_json(facts["features"])
-        elif "pixels" in facts:
-            scaling = Normalization.from_json(facts["pixels"])
-        columns = tuple(
-            Column(**{**column, "categories": column["categories"] and tuple(column["categories"])})
-            for column in facts.get("columns", ())
-        )
-        return cls(
-            shape=tuple(facts["shape"]), dtype=str(facts["dtype"]), decoding=Decoding.from_json(facts["decoding"]),
-            scaling=scaling, columns=columns, values=tuple(facts["values"]),
-            inputs=tuple(Input(**each) for each in facts.get("inputs", ())),
-            patched=bool(facts.get("patched", False)), resized=tuple(facts.get("resized", ())),
-            measured=UsualValues.from_json(facts["measured"]) if "measured" in facts else None,
+        read = {name: parse.validate_python(facts[name]) for name, parse in _READ.items() if name in facts}
+        known: tuple[tuple[str, str, Any], ...] = (
+            ("features", "scaling", FeatureScaling), ("pixels", "scaling", Normalization),
+            ("measured", "measured", UsualValues),
         )  # fmt: skip
+        return cls(**read, **{field: kind.from_json(facts[name]) for name, field, kind in known if name in facts})
 
     def store(self, samples: Any) -> tuple[Tensor, bool]:
         """Return ``samples`` as stored samples, or a table's raw rows, ``[N, *shape]``; and whether there was only one.
@@ -423,6 +412,14 @@ class Preparation:
         if tuple(x.shape[1:]) != expected:
             raise UsageError(f"samples have shape {tuple(np.shape(samples))}: {wanted}")
         return x.contiguous(), single
+
+
+_READ: Mapping[str, TypeAdapter[Any]] = {
+    "shape": TypeAdapter(tuple[int, ...]), "dtype": TypeAdapter(str), "decoding": TypeAdapter(Decoding),
+    "columns": TypeAdapter(tuple[Column, ...]), "values": TypeAdapter(tuple[str, ...]), "inputs": TypeAdapter(Inputs),
+    "patched": TypeAdapter(bool), "resized": TypeAdapter(tuple[int, ...]),
+}  # fmt: skip
+"""Parses fields of a :class:`Preparation` from JSON values."""
 
 
 def _list_shapes(one: Input) -> list[tuple[int, ...]]:

@@ -54,7 +54,7 @@ def list_steps(preparation: Preparation, task: str) -> dict[str, str]:
         p=preparation, kind=decoding.kind, files=preparation.takes_files, segmentation=task == "segmentation",
         spacing=[f"{step:g}" for step in decoding.spacing], coarse=f"{COARSE:g}", percentiles=PERCENTILES,
         sparse=SPARSE, unit=UNIT_RANGE,
-        leads=", ".join(f"{lead} ({unit or 'no unit'})" for lead, unit in leads), several=_list_inputs(preparation),
+        leads=", ".join(f"{lead} ({unit or 'no unit'})" for lead, unit in leads), several=preparation.describe_inputs(),
         columns=join_some(map(_describe_column, preparation.columns), "; ", LISTED, "more, as in `model.json`"),
         places=("depth", "height", "width")[3 - len(size):], inside=_describe_scaling(preparation),
         outputs=OUTPUTS.get(task, OWN_OUTPUTS), steps=" x ".join(str(max(1, int(n * OVERLAP))) for n in size),
@@ -62,14 +62,6 @@ def list_steps(preparation: Preparation, task: str) -> dict[str, str]:
         least=f"{LEAST:g}",
     )  # fmt: skip
     return dict(line.split(": ", 1) for line in text.splitlines())
-
-
-def _list_inputs(preparation: Preparation) -> str:
-    kinds = {"pixels": "pixels, divided by 127.5, minus 1", "integers": "int64", "bools": "bool"}
-    return ", ".join(
-        f"{each.name} [{', '.join(map(str, ('N', *each.shape)))}] ({kinds.get(each.kind, preparation.dtype)})"
-        for each in preparation.inputs
-    )
 
 
 def _describe_column(column: Column) -> str:

@@ -7,7 +7,6 @@ and ``masks`` (predicted masks as files).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -49,13 +48,6 @@ class Decoding:
     leads: tuple[str, ...] = ()
     units: tuple[str, ...] = ()
     rate: float = 0.0
-
-    @classmethod
-    def from_json(cls, facts: Mapping[str, Any]) -> Decoding:
-        """Return the decoding described by the result of ``asdict``."""
-        window = facts.get("window")
-        several = {name: tuple(facts.get(name, ())) for name in ("spacing", "leads", "units")}
-        return cls(**{**facts, "window": None if window is None else tuple(window), **several})
 
     def rescale(self, pixels: NDArray[Any]) -> NDArray[Any]:
         """Return gray values of kind ``integer`` or ``real`` from -1 to 1, clipped beyond; others unchanged."""
