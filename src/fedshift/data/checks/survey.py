@@ -81,6 +81,13 @@ class SplitSurvey:
         """Format a number of ``samples`` as a share of this split."""
         return f"{self.where} {samples:,} of {len(self.labels):,}"
 
+    def locate(self, row: int) -> str:
+        """Return the place of a sample: its file, or client, split, row (counted from 0) and label."""
+        if self.files:
+            return f"{self.files[row]} ({self.split})"
+        labeled = f" (label {self.labels[row]})" if self.labeled else ""
+        return f"{self.client} {self.split} row {row}{labeled}"
+
     def counts(self, classes: int) -> Ints:
         """Count the samples of each class, ``[classes]``, ignoring labels out of range."""
         return np.bincount(self.labels[(self.labels >= 0) & (self.labels < classes)], minlength=classes)
