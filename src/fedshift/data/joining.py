@@ -96,7 +96,7 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
         data = data.map_splits(lambda split: split.replace(y=number[split.y]))
         respelled = [f"{name!r} is read as {match!r}" for name, match in matched.items() if match != name]
         if respelled:
-            told = f"{data.name}: classes are spelled as those of {whose.removesuffix(',')}: {join_some(respelled)}"
+            told = f"{data.name}: classes are spelled as in {whose.removesuffix(',')}: {join_some(respelled)}"
             data = replace(data, notices=(*data.notices, told))
     elif data.classes > layout.classes:
         raise UsageError(

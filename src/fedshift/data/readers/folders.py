@@ -38,6 +38,7 @@ from ..files.cache import keep, make_room, read_all, run_in_parallel, stamp
 from ..files.listing import CLASSES, MASKS, RECORDINGS, VOLUMES, ImageFile
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
+from ..identity import find_identity
 from ..patches import extend
 from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, assign_splits, choose_clients
 from ..schema import Schema
@@ -237,7 +238,7 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
     """
     refuse_other_labels({name: listing.list_categories([folder]) for name, folder in places.items()})
     labels = {name: label for label, name in enumerate(listing.list_categories(places.values()))}
-    if reading.classes is not None and reading.classes < len(labels):
+    if reading.classes is not None and reading.classes < len(set(map(find_identity, labels))):
         raise UsageError(
             f"classes={reading.classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as "
             "many"
