@@ -203,8 +203,8 @@ def _make_clients(source: Source, decoded: Decoded, rows: pd.DataFrame) -> tuple
         whole = len(own) == len(decoded.stores[array]) and bool((place == np.arange(len(own))).all())
         group = own["group"].to_numpy()
         splits.setdefault(str(client), {})[str(split)] = Samples(
-            x=decoded.stores[array], y=source.take_targets(own), rows=None if whole else torch.from_numpy(place),
-            normalization=scalings[array], group=None if (group < 0).all() else torch.from_numpy(group),
+            x=decoded.stores[array], y=source.take_targets(own), rows=None if whole else torch.tensor(place),
+            normalization=scalings[array], group=None if (group < 0).all() else torch.tensor(group),
         )  # fmt: skip
     clients = []
     for client, own in rows.groupby("client", sort=False):
