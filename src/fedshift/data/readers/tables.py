@@ -332,7 +332,7 @@ def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cell
 
 
 def _merge_texts(seen: Cells, clients: NDArray[np.object_], known: Column | None) -> tuple[Cells, list[str]]:
-    """Return cells with one spelling for each category, that of ``known`` if it has it, and notices of the others."""
+    """Return cells with one spelling for each category, as in ``known`` where possible, and notices."""
     if known is not None and known.categories is not None:
         stands = {text: match_name(text, known.categories) or text for text in seen.texts}
         others = [f"{text!r} is read as {name!r}" for text, name in stands.items() if name != text]
