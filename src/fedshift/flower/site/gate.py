@@ -274,7 +274,9 @@ def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
         f"{facts['classes']} classes{': ' + ', '.join(names) if names else ', without names'}",
     ]
     if facts["columns"]:
-        held = {each["name"]: ", ".join(each["categories"] or filter(None, [each["unit"]])) for each in facts["columns"]}
+        held = {
+            each["name"]: ", ".join(each["categories"] or filter(None, [each["unit"]])) for each in facts["columns"]
+        }
         texts = [f"{name} ({some})" if some else name for name, some in held.items()]
         lines.append(f"columns and their categories: {'; '.join(texts)}")
     told = "not disclosed" if labels is None else f"{', '.join(map(str, labels))} ({counts})"
