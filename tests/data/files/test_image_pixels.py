@@ -40,7 +40,8 @@ def test_deep_gray_is_scaled_by_the_bits_that_its_training_images_use(read, tmp_
         write(folder / part / "only" / "b.tif", image)
     for _ in range(2):  # decoded, and from the cache
         data = read(tmp_path / "deep")
-        assert data.notices == (f"gray read as {bits} bits, 0..{2**bits - 1} scaled to [-1, 1], at all clients",)
+        said = f"gray of more than 8 bits read as {bits} bits, 0..{2**bits - 1} scaled to [-1, 1], at all clients"
+        assert data.notices == (said,)
         for part, image in images.items():
             x = data.clients[0].splits[part].x
             assert x.dtype == torch.float32
