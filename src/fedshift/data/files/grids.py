@@ -263,13 +263,6 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
     return found
 
 
-def is_resampled(data: Federation) -> bool:
-    """Return whether a client's medical images are resampled to a spacing."""
-    return any(
-        isinstance(client.train.store, MappedStore) and client.train.store.how.spacing for client in data.clients
-    )
-
-
 def _find_tilt(header: VolumeHeader) -> float:
     """Return the largest angle between an axis of the array and the patient's nearest axis, in degrees."""
     if header.affine is None:

@@ -11,6 +11,7 @@ the class folders of all clients, selected or not. A mask has the class of each 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -29,7 +30,7 @@ from ..agreement import refuse_other_labels
 from ..decoding import Decoding, decode, list_members
 from ..decoding.images import SUFFIXES, Unreadable, decode_image, read_header
 from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, parse_window
-from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
+from ..decoding.resizing import describe_stretch, resample_mask, resize_masks
 from ..decoding.signals import SIGNALS, VALUES, SignalHeader, read_signal_header
 from ..decoding.volumes import READABLE, decode_mask, describe_spacing, parse_spacing, read_volume_header
 from ..files import grids, listing, pairing
@@ -37,6 +38,7 @@ from ..files.cache import keep, make_room, read_all, run_in_parallel, stamp
 from ..files.listing import CLASSES, MASKS, RECORDINGS, VOLUMES, ImageFile
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
+from ..identity import find_identity
 from ..patches import extend
 from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, assign_splits, choose_clients
 from ..schema import Schema
@@ -214,15 +216,19 @@ def _read_headers(
     files: Folders, name: str, client: Client, reading: ReadOptions
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the headers of a client's files; only those of pictures, which name no patient, are kept in the cache."""
-    every = {file.path: files.path / file.path for file in client.files}
     read: Callable[[Path], Any] = {VOLUMES: read_volume_header, RECORDINGS: read_signal_header}.get(
         files.content, read_header
     )
-    if read is not read_header:
+
+    def work() -> tuple[dict[str, Any], dict[str, str]]:
+        every = {file.path: files.path / file.path for file in client.files}
         return read_all(every, read, f"headers of {name}", reading.progress)
+
+    if read is not read_header:
+        return work()
     facts = "headers", str(files.path.resolve()), client.files
-    work = lambda: read_all(every, read, f"headers of {name}", reading.progress)  # noqa: E731
-    return keep(reading.cache_directory, facts, work)[0]
+    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's own
+    return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
 def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOptions) -> dict[str, int]:
@@ -232,7 +238,7 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
     """
     refuse_other_labels({name: listing.list_categories([folder]) for name, folder in places.items()})
     labels = {name: label for label, name in enumerate(listing.list_categories(places.values()))}
-    if reading.classes is not None and reading.classes < len(labels):
+    if reading.classes is not None and reading.classes < len(set(map(find_identity, labels))):
         raise UsageError(
             f"classes={reading.classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as "
             "many"
@@ -493,7 +499,7 @@ def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading
             return decode_image(file, kind="mask", size=size)
         mask = decode_mask(file)
         mask = resample_mask(mask, before[file], spacing) if file in before else mask
-        return resize_mask(torch.from_numpy(mask), size).numpy()[None], NO_LEVELS
+        return resize_masks(torch.from_numpy(mask)[None], size).numpy(), NO_LEVELS
 
     facts = "masks", spacing, [*before.values()]
     return _decode_together(files, name, masks, read_mask, facts, reading, masks=True)[0]
@@ -599,8 +605,10 @@ def _decode_together(
             except Unreadable as error:
                 broken[path] = str(error)
                 return
-            values[row] = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
-            if pixels.min() == pixels.max():
+            if pixels.shape[1:] != shape[2:]:
+                pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
+            values[row] = pixels
+            if values[row].min() == values[row].max():
                 constant.add(path)
 
         run_in_parallel(read_one, [row for row, file in enumerate(some) if file.path not in files.broken], what,
