@@ -42,7 +42,7 @@ class Counted(LazyStore):
 
 def lazily(data: Federation) -> Federation:
     """The same federation with samples that are read when they are needed."""
-    return data.map_splits(lambda split: split.with_samples(Counted(split.store)))
+    return data.map_splits(lambda split: split.replace(x=Counted(split.store)))
 
 
 def run(data: Federation, method, engine: str, **changes) -> tuple[list, dict[str, Tensor]]:
@@ -222,7 +222,7 @@ def test_lazy_samples_are_not_read_whole_at_the_start_of_a_run(tiny, monkeypatch
 
 
 def test_lazy_samples_are_read_in_pieces_of_a_limited_size(tiny, monkeypatch):
-    monkeypatch.setattr("fedshift.data.samples.PIECE", 7 * 3 * 8 * 8)
+    monkeypatch.setattr("fedshift.data.samples.CHUNK_BYTES", 7 * 3 * 8 * 8)
     lazy = lazily(tiny).clients[0]
     scales = [client.normalize().train.normalization for client in (lazy, tiny.clients[0])]
     assert scales[0].mean == pytest.approx(scales[1].mean, rel=1e-12)
@@ -232,7 +232,7 @@ def test_lazy_samples_are_read_in_pieces_of_a_limited_size(tiny, monkeypatch):
 
 def test_lazy_samples_of_different_types_are_not_put_together(tiny):
     first = lazily(tiny).clients[0].train
-    floats = first.with_samples(Counted(torch.rand(26, 3, 8, 8)))
+    floats = first.replace(x=Counted(torch.rand(26, 3, 8, 8)))
     with pytest.raises(UsageError, match="lazy samples of different types or scalings"):
         join_samples([first, floats])
 

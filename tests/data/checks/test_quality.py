@@ -136,7 +136,7 @@ def test_a_test_set_that_clients_share_is_no_copy(arrays, alike):
     kinds = found(replace(data, clients=clients))
     assert list(kinds) == ["common-set"]
     assert (kinds["common-set"].severity, kinds["common-set"].clients) == ("note", ("ann", "bob"))
-    leaking = replace(clients[1], train=clients[1].train.with_samples(torch.cat([test.x[:1], clients[1].train.x[1:]])))
+    leaking = replace(clients[1], train=clients[1].train.replace(x=torch.cat([test.x[:1], clients[1].train.x[1:]])))
     assert found(replace(data, clients=(clients[0], leaking)))["leakage"].samples == 1
 
 
@@ -496,7 +496,7 @@ def test_inverted_masks_and_swapped_classes_are_found_and_real_masks_are_not():
     assert "swapped-masks" not in found(real)
     for name in real.names:
         clients = tuple(
-            each.with_splits({k: split.with_targets(1 - split.y) for k, split in each.splits.items()})
+            each.with_splits({k: split.replace(y=1 - split.y) for k, split in each.splits.items()})
             if each.name == name else each for each in real.clients
         )  # fmt: skip
         finding = found(replace(real, clients=clients))["swapped-masks"]

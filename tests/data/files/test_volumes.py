@@ -253,8 +253,8 @@ def claim(change):
 
 FAULTS = {
     "bomb": (bomb, "says that it holds 1000 x 1000 x 1000 values of float64, 8.0 GB: at most 2.1 GB are unpacked"),
-    "empty": (lambda path: path.write_bytes(b""), "is no NIfTI file, or is cut short"),
-    "text": (lambda path: path.write_bytes(gzip.compress(b"no volume" * 100)), "is no NIfTI file, or is cut short"),
+    "empty": (lambda path: path.write_bytes(b""), "is not a NIfTI file, or is cut short"),
+    "text": (lambda path: path.write_bytes(gzip.compress(b"no volume" * 100)), "is not a NIfTI file, or is cut short"),
     "no gzip": (lambda path: path.write_bytes(b"no gzip" * 100), "is not a NIfTI file that can be read"),
     "cut gzip": (lambda path: path.write_bytes(path.read_bytes()[:120]), "is cut short"),
     "long comments": (

@@ -11,6 +11,7 @@ the class folders of all clients, selected or not. A mask has the class of each 
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -28,8 +29,8 @@ from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
 from ..decoding import Decoding, decode, list_members
 from ..decoding.images import SUFFIXES, Unreadable, decode_image, read_header
-from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, describe_gray, parse_window
-from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
+from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, parse_window
+from ..decoding.resizing import describe_stretch, resample_mask, resize_masks
 from ..decoding.signals import SIGNALS, VALUES, SignalHeader, read_signal_header
 from ..decoding.volumes import READABLE, decode_mask, describe_spacing, parse_spacing, read_volume_header
 from ..files import grids, listing, pairing
@@ -215,15 +216,19 @@ def _read_headers(
     files: Folders, name: str, client: Client, reading: ReadOptions
 ) -> tuple[dict[str, Any], dict[str, str]]:
     """Return the headers of a client's files; only those of pictures, which name no patient, are kept in the cache."""
-    every = {file.path: files.path / file.path for file in client.files}
     read: Callable[[Path], Any] = {VOLUMES: read_volume_header, RECORDINGS: read_signal_header}.get(
         files.content, read_header
     )
-    if read is not read_header:
+
+    def work() -> tuple[dict[str, Any], dict[str, str]]:
+        every = {file.path: files.path / file.path for file in client.files}
         return read_all(every, read, f"headers of {name}", reading.progress)
+
+    if read is not read_header:
+        return work()
     facts = "headers", str(files.path.resolve()), client.files
-    work = lambda: read_all(every, read, f"headers of {name}", reading.progress)  # noqa: E731
-    return keep(reading.cache_directory, facts, work)[0]
+    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's own
+    return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
 def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOptions) -> dict[str, int]:
@@ -494,7 +499,7 @@ def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading
             return decode_image(file, kind="mask", size=size)
         mask = decode_mask(file)
         mask = resample_mask(mask, before[file], spacing) if file in before else mask
-        return resize_mask(torch.from_numpy(mask), size).numpy()[None], NO_LEVELS
+        return resize_masks(torch.from_numpy(mask)[None], size).numpy(), NO_LEVELS
 
     facts = "masks", spacing, [*before.values()]
     return _decode_together(files, name, masks, read_mask, facts, reading, masks=True)[0]
@@ -510,12 +515,14 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     broken = files.broken | {path: why for images, _ in decoded.values() for path, why in images.broken.items()}
     listing.refuse_broken(files.path, broken, sum(len(client.files) for client in files.clients.values()), reading)
     lost = {name: client.list_lost(broken) for name, client in files.clients.items()}
-    levels = [
-        decoded[part.client][0].levels[row]
+    levels = {
+        part.client: [
+            decoded[part.client][0].levels[row]
+            for row in np.flatnonzero(assign(part, lost[part.client]) == SPLITS.index("train"))
+        ]
         for part in scan.parts
         if files.how[part.client].kind == "integer"
-        for row in np.flatnonzero(assign(part, lost[part.client]) == SPLITS.index("train"))
-    ]
+    }
     how, notices = choose_ranges(files, levels, reading)
     faults = list[str]()
     for name, client in files.clients.items():
@@ -537,12 +544,12 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
 
 
 def choose_ranges(
-    files: Folders, levels: Sequence[Levels], reading: ReadOptions
+    files: Folders, levels: Mapping[str, Sequence[Levels]], reading: ReadOptions
 ) -> tuple[dict[str, Decoding], list[str]]:
     """Return how each client's files are decoded, with one range for the gray of all clients, and a notice of it.
 
-    ``levels``: of all training images of more than 8 bits. Raises :class:`UsageError` if a window is asked for images
-    that have none, of 8 bits or floats.
+    ``levels``: of each client's training images of more than 8 bits. Raises :class:`UsageError` if a window is asked
+    for images that have none, of 8 bits or floats.
     """
     window, how = parse_window(reading.window), dict(files.how)
     deep = [name for name, each in how.items() if each.kind == "integer"]
@@ -557,8 +564,8 @@ def choose_ranges(
     if joined and joined.kind == "integer":
         window = joined.window
     elif deep and not window:
-        window, count = choose_gray(levels)
-        notices.append(describe_gray(window, count, sum(positive for positive, *_ in levels)))
+        window, told = choose_gray(levels)
+        notices.append(told)
     return how | {name: replace(how[name], window=window) for name in deep}, notices
 
 
@@ -598,8 +605,10 @@ def _decode_together(
             except Unreadable as error:
                 broken[path] = str(error)
                 return
-            values[row] = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
-            if pixels.min() == pixels.max():
+            if pixels.shape[1:] != shape[2:]:
+                pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
+            values[row] = pixels
+            if values[row].min() == values[row].max():
                 constant.add(path)
 
         run_in_parallel(read_one, [row for row, file in enumerate(some) if file.path not in files.broken], what,
@@ -713,6 +722,6 @@ def read_unlabeled(
     files, _ = inspect(files, reading)
     files = replace(files, sizes=dict.fromkeys(files.sizes, size)) if size else files
     decoded, _ = decode_images(files, name, reading)
-    how, _ = choose_ranges(files, decoded.levels, reading)
+    how, _ = choose_ranges(files, {name: decoded.levels}, reading)
     store = make_store(files, name, decoded, how[name], reading)
     return store, np.array(files.list_sizes(files.clients[name]), np.int64), files.broken | decoded.broken
