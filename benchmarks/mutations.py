@@ -321,8 +321,8 @@ JUDGMENTS = (
           "if text.lower() in CODES", "if text in ()", "tests/data/files/test_tables.py"),
     Fault("a-point-is-always-decimal", "data/columns.py", "_find_point", '"?" if re', '"." if re',
           "tests/data/files/test_table_texts.py"),
-    Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
-          "tests/data/checks/test_quality.py"),
+    Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()",
+          "0.0", "tests/data/checks/test_quality.py"),
 )  # fmt: skip
 
 FLOWER = (
