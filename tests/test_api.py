@@ -264,7 +264,7 @@ def test_each_policy_is_measured_on_a_client_that_comes_later_as_the_run_itself_
 def test_what_a_person_should_know_of_a_new_client_is_a_warning(compared, tiny, tmp_path):
     with pytest.warns(UserWarning, match="client 'bob' is not unknown: the run has its samples, as client 'bob'"):
         compared.adapt(tiny.select_clients(["bob"]), ["average"], methods="fedbn")
-    few = tiny.select_clients(["cid"]).map_splits(lambda split: split.with_samples(255 - split.store)).limit_samples(1)
+    few = tiny.select_clients(["cid"]).map_splits(lambda split: split.replace(x=255 - split.store)).limit_samples(1)
     with pytest.warns(UserWarning, match="client 'cid': one sample has no variance to normalize by, so without mixed"):
         table = compared.adapt(few, methods="fedbn", rounds=2)
     assert list(table.columns.unique(0)) == ["fedbn: average", "fedbn: nearest"]

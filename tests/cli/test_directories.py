@@ -90,10 +90,12 @@ def test_data_that_moved_alone_are_asked_for_and_checked(cli, project, run, tmp_
     rewrite_arrays(tmp_path / "new place" / "bob.npz")
     refused = cli(*words, "--run-data", tmp_path / "new place")
     assert refused.code == 2
-    assert f"new place does not hold the samples on which {run} was run: client 'bob' had " in refused.err
+    assert (
+        f"new place does not hold the samples on which {run} was run: client 'bob', train samples were " in refused.err
+    )
     assert refused.err.endswith(": give those (--run-data PATH)\n")
     assert (
-        "begun with another data of client 'bob': then "
+        "begun with another data of client 'bob', train samples: then "
         in cli("run", "--resume", run, "--data", tmp_path / "new place", *CODE).err
     )
 

@@ -14,6 +14,7 @@ from torch.utils.data import IterableDataset, StackDataset, TensorDataset
 from fedshift import LazyDataset
 from fedshift.config.spec import DataSpec
 from fedshift.data.assembly import read_folder
+from fedshift.data.readers.arrays import SPLIT_ENDS
 from fedshift.data.sources import load_federation
 from fedshift.utils.errors import UsageError
 
@@ -187,7 +188,7 @@ def test_arrays_by_name_are_the_same_from_files_and_memory(kind, tmp_path):
         folder.mkdir()
         return read(write(folder, kind, **arrays), **settings)
 
-    for end in ("val", "valid", "validation", "dev"):
+    for end in SPLIT_ENDS["validation"][: 4 if kind == "memory" else 2]:
         data = load_named(own | {f"x_{end}": X[:4], f"y_{end}": Y[:4]})
         assert data.client("b").validation.copy_rows(slice(None)).tolist() == X[:4].tolist()
     alone = load_named({"x": X, "y": Y}, test_fraction=0.5).client("a")
@@ -303,7 +304,8 @@ class Endless(IterableDataset):
         (Items((X[0], [0]), (X[1], [0, 1])), r"labels: sample 1 has shape \(2,\) and the first \(1,\)"),
         (Items((X[0], 0), (X[1], None)), r"sample 1, label: object \(None\) where numbers are expected"),
         (Items((X[0], "a"), (X[1], "b")), r"sample 0, label: <U1 \('a'\) where numbers"),
-        (Items((X[0], 0, 5)), "sample 0 is a tuple, not a pair"),
+        (Items((X[0], 0, 5)), "sample 0 is a tuple, not a pair"), (Items({"x": 1}), "sample 0 is a dict, not a pair"),
+        (Items(), "client 'a', train data: empty"), (iter([]), "list_iterator given: give"),
     ],
 )  # fmt: skip
 def test_datasets_that_give_no_arrays_are_refused_by_sample(data, said):

@@ -217,3 +217,9 @@ def test_tables_of_groups_that_are_refused(tmp_path, content, told):
     with pytest.raises(UsageError) as refused:
         find_groups(str(tmp_path / "own.csv"), ["a.png"])
     assert told in str(refused.value)
+
+
+def test_clients_in_folders_are_in_order_of_their_numbers(tmp_path):
+    write_images(tmp_path, {name: ["10", "9"] for name in ("site10", "site9", "Site 1")})
+    data = load_source(str(tmp_path), DataSpec(classes=2))
+    assert (data.names, data.class_names) == (("Site 1", "site9", "site10"), ("9", "10"))

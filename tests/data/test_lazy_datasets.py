@@ -271,15 +271,6 @@ def test_mistakes_are_refused_by_name(make, said):
 
 
 @pytest.mark.slow
-def test_items_may_be_dictionaries_as_in_monai():
-    items = [{"image": np.full((1, 4, 4), row, np.float32), "label": row % 2} for row in range(6)]
-    for data in (LazyDataset(items), items):
-        part = federation({"a": {"train": data, "test": data}}).clients[0].train
-        assert part.inputs(torch.tensor([5])).unique().tolist() == [5]
-        assert part.y.tolist() == [0, 1] * 3
-
-
-@pytest.mark.slow
 def test_worker_processes_decode_as_this_process_does(tiny):
     here = lazily(pictures(tiny, change=noise)).client("ann").train
     there = lazily(pictures(tiny, change=noise), workers=2).client("ann").train

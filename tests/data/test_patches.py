@@ -34,7 +34,7 @@ def make_cases(extents, rare=()):
         y[number, :height, :width] = 0
         if number in rare:
             y[number, height - 1, width - 1] = 1
-    return Samples(x=x, y=y).with_patches(Patches(SIZE, np.array(extents)))
+    return Samples(x=x, y=y).replace(patches=Patches(SIZE, np.array(extents)))
 
 
 def test_a_patch_is_a_part_of_its_case_with_its_mask():

@@ -60,7 +60,7 @@ def test_what_the_check_found_is_said_with_fix_and_places(tiny):
     ann, bob, cid = tiny.clients
     x = ann.train.x.clone()
     x[3] = ann.test.x[6]
-    faulty = replace(tiny, clients=(replace(ann, name="[red]ann", train=ann.train.with_samples(x)), bob, cid))
+    faulty = replace(tiny, clients=(replace(ann, name="[red]ann", train=ann.train.replace(x=x)), bob, cid))
     quality = examine(faulty)
     text = " ".join(printed(*render_quality(quality)).split())
     for finding in quality.findings:

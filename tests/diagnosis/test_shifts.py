@@ -144,7 +144,7 @@ def test_intervals_cover_the_expected_area_of_another_draw_of_patients(size, shi
 def test_other_labels_for_the_same_look_are_a_feature_shift_that_says_so():
     data = make_sites(sites=3)
     swapped = data.clients[0].with_splits(
-        {n: s.with_targets(torch.tensor([1, 0, 3, 2])[s.y]) for n, s in data.clients[0].splits.items()}
+        {n: s.replace(y=torch.tensor([1, 0, 3, 2])[s.y]) for n, s in data.clients[0].splits.items()}
     )
     found = diagnose(replace(data, clients=(swapped, *data.clients[1:])), permutations=99)
     assert "feature shift" in found.named

@@ -146,7 +146,7 @@ def test_mixing_ends_at_the_stored_statistics_and_at_those_of_the_inputs():
 def test_no_label_has_a_say(policy):
     made, (one, other) = trial("fedbn"), (data().client(name).train for name in "ab")
     state = make(made, policy, one)
-    assert is_equal(state, make(made, policy, one.with_targets(one.y % 2)))
+    assert is_equal(state, make(made, policy, one.replace(y=one.y % 2)))
     assert not is_equal(state, make(made, policy, other))
 
 

@@ -87,9 +87,7 @@ def test_statistics_are_chosen_without_test_data_recorded_and_found_again(tiny, 
         return fedshift.compare("fedavg,fedbn", data=data, model=conv, out=tmp_path / folder, **HOW, **given)
 
     auto, plain = train("auto"), train("plain", statistics="running")
-    flipped = [
-        replace(each, test=each.test.with_targets(torch.tensor([2, 0, 1])[each.test.y])) for each in tiny.clients
-    ]
+    flipped = [replace(each, test=each.test.replace(y=torch.tensor([2, 0, 1])[each.test.y])) for each in tiny.clients]
     other = train("other", replace(tiny, clients=tuple(flipped)))
     assert auto.summary.statistics == other.summary.statistics == "reestimated"
     assert auto.summary.moves.equals(other.summary.moves)

@@ -196,7 +196,7 @@ def test_statistics_of_cases_are_those_of_all_windows_that_cover_them(monkeypatc
     x = torch.from_numpy(random.normal(0, 1, (5, 1, 9, 8))) + torch.arange(5.0).reshape(-1, 1, 1, 1)
     y = torch.zeros(5, 9, 8, dtype=torch.uint8)
     y[:, :2] = 1
-    cases = Samples(x=x, y=y).with_patches(Patches(size, extents))
+    cases = Samples(x=x, y=y).replace(patches=Patches(size, extents))
     plan = Trial(
         fedbn(), pointwise, federation({"a": (x.numpy(), y.numpy(), x.numpy(), y.numpy())}), Settings(rounds=1), 0
     ).plan

@@ -71,7 +71,7 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(make, tmp_path)
         make(batch_size=1).run(tmp_path / "run")
     with pytest.raises(UsageError, match="pools all data but keeps entries on clients"):
         make("centralized+fedbn").run(tmp_path / "run")
-    with pytest.raises(UsageError, match="model small-cnn takes images of at least 4 x 4 pixels"):
+    with pytest.raises(UsageError, match=r"model small-cnn takes images \(C, H, W\) of at least 4 x 4 pixels"):
         make(image_size=3).run(tmp_path / "run")
     assert not (tmp_path / "run").exists()
 

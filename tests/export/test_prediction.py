@@ -108,7 +108,7 @@ def test_the_table_compares_each_mask_with_the_true_one(tmp_path):
     assert table.status.to_list() == [
         "predicted", "predicted", "has 60 voxels that are NaN or infinite: give a file that the "
         "model takes, float32 [N, 1, 3, 4, 5], numbers as the run read them",
-        "is no NIfTI file, or is cut short",
+        "is not a NIfTI file, or is cut short",
     ]  # fmt: skip
     assert {file.name for file in (tmp_path / "out").glob("*.nii.gz")} == {"a.nii.gz", "b.nii.gz"}
 
@@ -291,5 +291,5 @@ def test_the_command_predicts_what_the_run_counted(cli, tmp_path):
     (tmp_path / "scans" / "a" / "images" / "bad.nii").write_bytes(b"")
     done = cli("predict", "model", tmp_path / "scans" / "a" / "images", "--out", "all")
     assert done.code == 1
-    assert "bad.nii is no NIfTI file, or is cut short" in done.out
+    assert "bad.nii is not a NIfTI file, or is cut short" in done.out
     assert "10 predicted, 1 refused" in done.out

@@ -79,6 +79,16 @@ def new_key(curve=ec.SECP384R1):
     return ec.generate_private_key(curve())
 
 
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_public_key_as_windows_saves_it_is_that_key(tmp_path, encoding):
+    (tmp_path / "nodes").mkdir()
+    key = new_key()
+    write_public(tmp_path, "north", key)
+    file = tmp_path / "nodes" / "north.pub"
+    file.write_bytes(f"{file.read_text()}\r\n".encode(encoding))
+    assert load_public_keys(tmp_path) == {"north": pem_of(key)}
+
+
 @pytest.mark.parametrize("host", [HOST, ADDRESS, *LOOPBACK])
 def test_the_coordinator_is_believed_under_its_names(place, host):
     seen = handshake(place, host)

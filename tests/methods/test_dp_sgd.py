@@ -456,7 +456,7 @@ def test_what_epsilon_does_not_cover_is_said(make, tmp_path, Listener):
     numbers = federation({"a": (x, y[:, 0], x, y[:, 0])}, task="regression")
     numbers = encode_targets(numbers)
     table = FeatureScaling(fill=np.zeros(2), mean=np.zeros(2), std=np.ones(2))
-    numbers = numbers.map_splits(lambda split: split.with_samples(split.store, table))
+    numbers = numbers.map_splits(lambda split: split.replace(normalization=table))
     weights = as_initial_weights({"w": torch.zeros(1)})
     settings = Settings(weights=weights).for_task(numbers.task)
     plan = prepare(dp_sgd(METHODS["fedbabu"]()), nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 1)), optimizer=SGD(lr=0.1))

@@ -299,11 +299,11 @@ def test_images_of_any_size_join_a_run_on_patches_without_masks(tmp_path, suffix
         assert torch.equal(found.read_case(row)[0], train.read_case(number)[0])
     if suffix == "nii":
         (flat / "9.nii").write_bytes(b"no volume")
-        with pytest.raises(UsageError, match=r"9\.nii: is no NIfTI file"):
+        with pytest.raises(UsageError, match=r"9\.nii: is not a NIfTI file"):
             load_unlabeled(flat, spec, run.schema)
         said, skipping = [], replace(spec, on_data_error="warn")
         assert len(load_unlabeled(flat, skipping, run.schema, notices=said)) == 6
-        assert said[0].startswith("client 'flat': 1 of 7 files cannot be read, left out (9.nii: is no NIfTI file")
+        assert said[0].startswith("client 'flat': 1 of 7 files cannot be read, left out (9.nii: is not a NIfTI file")
 
 
 def test_broken_images_of_a_flat_folder_are_refused_or_skipped(tiny, tmp_path):

@@ -238,7 +238,7 @@ def _introduce(console: Console, site: NewClients, notes: Iterable[str], save: P
     from ..new_clients.site_data import describe_splits
     from ..results.run_directory import to_file_name
 
-    files = [to_file_name(name) for name in site.data.names]
+    files = [to_file_name(name).casefold() for name in site.data.names]  # file systems may ignore case
     for name, file in zip(site.data.names, files, strict=True):
         if save and files.count(file) > 1:
             raise UsageError(f"client {name!r} and another would share the directory {save / file}: rename one")

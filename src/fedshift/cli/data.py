@@ -284,10 +284,7 @@ def scale_alike(data: Federation, trained: Federation) -> Federation:
         data,
         clients=tuple(
             client.with_splits(
-                {
-                    name: split.with_samples(split.store, other.train.normalization)
-                    for name, split in client.splits.items()
-                }
+                {name: split.replace(normalization=other.train.normalization) for name, split in client.splits.items()}
             )
             for client, other in pairs
         ),

@@ -151,8 +151,9 @@ def _make_experiments(
     if pairs:
         groups += [pair for pair in combinations(everyone, 2) if set(pair) & set(names)]
     folders = [_folder_name(directory, *group) for group in groups]
+    written = [str(folder).casefold() for folder in folders]  # file systems may ignore case
     for group, folder in zip(groups, folders, strict=True):
-        if folders.count(folder) > 1:
+        if written.count(str(folder).casefold()) > 1:
             raise UsageError(f"client {group[0]!r} and another would share {folder}: rename one")
     if len(everyone) < 2:
         raise UsageError(f"{experiment.data.name} has one client: without it none is left to train")

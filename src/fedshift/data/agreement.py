@@ -19,7 +19,7 @@ from ..nn.several_inputs import Inputs, divide_rows
 from ..utils.errors import FedshiftError, UsageError
 from .preparation import HALF, FeatureScaling
 from .samples import Samples, map_store
-from .stores import CHUNK
+from .stores import CHUNK_ROWS
 
 PIXELS, BITS, WHOLE, TABLE = "8-bit pixels", "8-bit pixels of 0 and 1", "whole numbers", "columns of a table"
 FRACTIONS, SIGNED, LEVELS, FLOATS = (
@@ -51,8 +51,8 @@ def name_values(split: Samples) -> str:
 def _holds_bits(store: Tensor) -> bool:
     """Return whether 1 occurs, and no larger number; stop at the first larger one."""
     top = 0
-    for start in range(0, len(store), CHUNK):
-        top = max(top, int(store[start : start + CHUNK].max()))
+    for start in range(0, len(store), CHUNK_ROWS):
+        top = max(top, int(store[start : start + CHUNK_ROWS].max()))
         if top > 1:
             return False
     return top == 1
@@ -61,7 +61,7 @@ def _holds_bits(store: Tensor) -> bool:
 def _is_integral(split: Samples) -> bool:
     store = split.store
     parts = (
-        (store[start : start + CHUNK] for start in range(0, len(store), CHUNK))
+        (store[start : start + CHUNK_ROWS] for start in range(0, len(store), CHUNK_ROWS))
         if isinstance(store, Tensor)
         else split.probe()
     )
@@ -112,7 +112,7 @@ def check_scales(splits: Mapping[str, Samples], shape: tuple[int, ...], inputs: 
             part = partial(take_part, inputs=inputs, name=each.name)
             stores = {store: map_store(store, part) for store in {split.store for split in splits.values()}}
             named = {f"{where}, input {each.name!r}": split for where, split in splits.items()}
-            check_scales({where: s.with_samples(stores[s.store]) for where, s in named.items()}, each.shape)
+            check_scales({where: s.replace(x=stores[s.store]) for where, s in named.items()}, each.shape)
     if inputs:
         return
     half = all(split.normalization == HALF for split in splits.values() if split.dtype == torch.uint8)

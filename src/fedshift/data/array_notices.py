@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..utils.errors import FedshiftError
-from .stores import DatasetStore, LazyStore, read_rows
+from .stores import DatasetStore, LazyStore, read_store
 
 LOOKED_AT = 1000
 """Number of samples of an array to judge it by; of one that is not in memory, its ``probed``."""
@@ -68,7 +68,7 @@ def _take_some(store: Tensor | LazyStore) -> Tensor:
     count = store.probed if isinstance(store, LazyStore) else LOOKED_AT
     rows = np.unique(np.linspace(0, len(store) - 1, min(count, len(store))).astype(np.int64))
     try:
-        return read_rows(store, torch.from_numpy(rows)).double()
+        return read_store(store, torch.from_numpy(rows)).double()
     except FedshiftError:
         return torch.empty(0)
 

@@ -116,7 +116,7 @@ def find_targets(given: LazyDataset, where: str, target: str | None = None) -> N
 
 
 def _take_items(data: Any, read: Callable[[Any], Any]) -> Any:
-    """Return what ``read`` returns for all items of a dataset, or for those in a subset; None if it returns None."""
+    """Return what ``read`` returns for all items of a dataset, or the items of a subset; None if it returns None."""
     if isinstance(data, LazyDataset):
         return _take_items(data.dataset, read)
     if isinstance(data, Subset):

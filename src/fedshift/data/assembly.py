@@ -286,11 +286,11 @@ def federation(
             :func:`fedshift.data.samples.to_samples`; a pair ``(train, test)`` of map-style torch datasets of pairs
             (input, label), of HuggingFace datasets, or of pairs of arrays; or a dictionary of either, with the keys
             ``x_train``, ... (optionally ``x_val`` and ``y_val``), or ``train``, ``test`` and ``validation``; or one
-            dataset or pair of arrays; a fifth of it is drawn for testing. Several inputs of a sample are a dictionary of arrays in place
-            of one array, by the names of the network's parameters, and so in a dataset's samples. Datasets are read
-            once: a random transform is drawn once for each sample (``augment`` draws for each batch). Inputs that are
-            memory-mapped from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs
-            them, like the items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
+            dataset or pair of arrays, of which a fifth is for testing. Several inputs of a sample are a dictionary, by
+            the names of the network's parameters, and so in a dataset's samples. Datasets are read once: a random
+            transform is drawn once for each sample (``augment`` draws for each batch). Inputs that are memory-mapped
+            from a file (``numpy.load(file, mmap_mode="r")``) stay there and are read when a batch needs them, like the
+            items of a dataset in a :class:`~fedshift.data.arrays.LazyDataset`.
         name: Name of the data.
         classes: Number of classes; None: the largest training label of any client plus one.
         note: Description of the data in one sentence.

@@ -17,9 +17,9 @@ from ..utils.files import open_regular
 from .federation import ClientData, Federation
 from .partition import Change
 from .samples import Samples, join_samples
+from .scan import SPLITS
 
-COLUMNS = ["client", "split", "domain", "source", "row"]
-SPLITS = ("train", "validation", "test")
+SPLIT_COLUMNS = ["client", "split", "domain", "source", "row"]
 
 
 def saved(*, path: str) -> Change:
@@ -61,7 +61,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
         for name, split in client.splits.items()
     }
     tables = [origin.iloc[rows].assign(client=who, split=name) for (who, name), rows in blocks.items()]
-    return pd.concat(tables, ignore_index=True)[COLUMNS]
+    return pd.concat(tables, ignore_index=True)[SPLIT_COLUMNS]
 
 
 def _list_origins(data: Federation) -> pd.DataFrame:
@@ -82,17 +82,17 @@ def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:
 def _read_assignment(data: Federation, path: Path) -> Federation:
     try:
         with open_regular(path) as file:
-            table = pd.read_csv(file, dtype=dict.fromkeys(COLUMNS[:4], str), keep_default_na=False)
+            table = pd.read_csv(file, dtype=dict.fromkeys(SPLIT_COLUMNS[:4], str), keep_default_na=False)
     except (OSError, ValueError) as error:
         raise UsageError(f"saved split {path} cannot be read ({error}): give a CSV file that fedshift saved") from error
-    if list(table.columns) != COLUMNS:
-        raise UsageError(f"{path} has columns {', '.join(table.columns)}: a saved split has {', '.join(COLUMNS)}")
+    if list(table.columns) != SPLIT_COLUMNS:
+        raise UsageError(f"{path} has columns {', '.join(table.columns)}: a saved split has {', '.join(SPLIT_COLUMNS)}")
     if table["row"].dtype.kind != "i" or not set(table["split"]) <= set(SPLITS):
         raise UsageError(f"{path}: rows must be whole numbers, and splits one of {', '.join(SPLITS)}")
     table = table.assign(client=table["client"].map(unescape_cell), domain=table["domain"].map(unescape_cell))
     origins = _read_origins(data, table, path)
     splits: dict[str, dict[str, Samples]] = {}
-    for (client, split), wanted in table.groupby(COLUMNS[:2], sort=False):
+    for (client, split), wanted in table.groupby(SPLIT_COLUMNS[:2], sort=False):
         splits.setdefault(str(client), {})[str(split)] = _gather(origins, wanted)
     shared = {name.removesuffix("*"): splits.pop(name) for name in list(splits) if name.endswith("*")}
     clients = []
@@ -111,7 +111,7 @@ def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tup
     Splits of one type and scaling share a store, so that a sample of several clients is recognized as one.
     """
     found: dict[tuple[str, str], Samples] = {}
-    for (domain, source), group in table.groupby(COLUMNS[2:4], sort=False):
+    for (domain, source), group in table.groupby(SPLIT_COLUMNS[2:4], sort=False):
         origin = data.client(str(domain)).splits.get(str(source))
         size = 0 if origin is None else len(origin)
         if origin is None or not group["row"].between(0, size - 1).all():
@@ -120,7 +120,7 @@ def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tup
                 f"which has {size} samples here: use the data with which the split was saved"
             )
         found[str(domain), str(source)] = origin
-    if table.drop_duplicates(COLUMNS[:4]).groupby(COLUMNS[:2]).size().max() == 1:  # nothing is joined
+    if table.drop_duplicates(SPLIT_COLUMNS[:4]).groupby(SPLIT_COLUMNS[:2]).size().max() == 1:  # nothing is joined
         return found
     kinds: dict[object, dict[Samples, None]] = {}
     for split in found.values():
@@ -136,7 +136,7 @@ def _read_origins(data: Federation, table: pd.DataFrame, path: Path) -> dict[tup
 def _gather(origins: Mapping[tuple[str, str], Samples], wanted: pd.DataFrame) -> Samples:
     """Return the samples in the rows of ``wanted``, in the same order."""
     parts, places = [], []
-    for (domain, source), group in wanted.reset_index().groupby(COLUMNS[2:4], sort=False):
+    for (domain, source), group in wanted.reset_index().groupby(SPLIT_COLUMNS[2:4], sort=False):
         parts.append(origins[str(domain), str(source)].take(torch.tensor(group["row"].to_list())))
         places.append(group.index.to_numpy())
     return join_samples(parts).take(torch.from_numpy(np.argsort(np.concatenate(places))))

@@ -2,7 +2,7 @@
 
 Numbers are read from texts by one rule for a whole column of a file: every text has the same unit (``5 mg``, ``12 %``,
 ``€ 5``) or none; one sign is the decimal point, and points, commas, apostrophes or spaces between groups of three
-digits are left out; digits may be those of any script. A column that no rule reads is categories.
+digits are left out; digits may be of any script. Texts that no rule reads are categories.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ GROUPED = r"^\s*[+-]?[1-9]\d{0,2}\.\d{3}\s*$"
 _SIGNS = dict(zip("\u2212\u2013\uff0d\uff0b\uff0e\uff0c\u066b\u066c\u2018\u2019\uff05\u00a0\u202f\u2009",
                   "---+.,.'''%   ", strict=True))  # fmt: skip
 _NUMERAL = re.compile(
-    r"(?P<sign>\(?[-+]?) ?(?P<before>[$€£¥]?) ?(?P<inner>[-+]?)"
+    r"(?P<sign>\(?[-+]?) ?(?P<before>[$€£¥]|USD|EUR|CHF|GBP)? ?(?P<inner>[-+]?)"
     r"(?P<digits>\d(?:[\d.,' ]*\d)?[.,]?|[.,]\d+)(?P<power>[eEdD][-+]?\d+)?\)?"
     r"(?: ?(?P<after>%|‰|°[CF]?|[$€£¥])|(?: |(?=[^\W\d_]{2}))(?P<unit>[^\W\d_]+(?:/[^\W\d_]+)?[23²³]?))?"
 )
 _CODED = re.compile(r"(0x)?[\da-fA-F]+([ .\u2013-][\da-fA-F]+)*")
-"""A range, a version, a telephone number or another code: digits that are no measurement."""
+"""A range, a version, a telephone number or another code with digits."""
 _MONTH = (
-    r"(jan|feb|fév|mar|mär|apr|avr|abr|may|mai|jun|juin|jul|juil|aug|aoû|ago|sep|oct|okt|nov|dec|dez|déc|dic|ene)"
-    r"[^\W\d_]*\.?"
+    r"(jan|feb|fév|mar|mär|apr|avr|abr|mai|may|jun|jul|juil|aug|aoû|ago|sept?|oct|okt|nov|dec|dez|déc|dic|ene)"
+    r"(uary|uar|vier|ruary|ruar|rier|ch|s|z|il|e|i|in|y|let|ust|t|sto|o|ro|io|ember|embre|iembre|ober|obre)?\.?"
 )
 _DATES = re.compile(
     r"\d{4}[-/.]\d\d?[-/.]\d\d?([T ].*)?|\d\d?[-/.] ?\d\d?[-/.] ?\d{2,4}([T ].*)?"
     r"|(19|20)\d\d[-/](0?[1-9]|1[0-2])|(0?[1-9]|1[0-2])[-/](19|20)\d\d"
     r"|(19|20)\d\d-?W\d\d(-?\d)?|(19|20)\d\d[- ]?Q[1-4]|Q[1-4][- /]?(19|20)\d\d"
-    rf"|([^\W\d_]+,? )?(\d\d?(st|nd|rd|th)?[. /-]*)?{_MONTH}[ /-]*(\d\d?(st|nd|rd|th)?,?[ -]+)?\d{{2,4}}([T ].*)?"
-    rf"|\d{{4}}[ /-]{_MONTH}[ /-]\d\d?",
+    rf"|([^\W\d_]+,? )?(\d\d?(st|nd|rd|th)?[. /-]*)?{_MONTH}[ /-]*(\d\d?(st|nd|rd|th)?,?[ -]+)?\d{{1,4}}([T ].*)?"
+    rf"|\d\d?(st|nd|rd|th)?[. /-]+{_MONTH}|\d{{4}}[ /-]{_MONTH}[ /-]\d\d?",
     re.IGNORECASE,
 )
 _TIMES = re.compile(r"(\d+):[0-5]\d(:[0-5]\d([.,]\d+)?)?( ?[ap]\.?m\.?)?(z|[+-]\d\d:?\d\d)?", re.IGNORECASE)
@@ -61,8 +61,8 @@ _TIMES = re.compile(r"(\d+):[0-5]\d(:[0-5]\d([.,]\d+)?)?( ?[ap]\.?m\.?)?(z|[+-]\
 class Column:
     """Encoding of a column: one feature per category of ``categories``, in this order; None for a number.
 
-    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1. ``unit``: what all texts have
-    beside their numbers, such as ``mg``.
+    ``holds``: numbers that occur, as True and False are numbers only among 0 and 1. ``unit``: text after or before all
+    numbers, such as ``mg``.
     """
 
     name: str
@@ -123,8 +123,8 @@ class Numerals:
     """The numbers of a column's texts.
 
     Attributes:
-        numbers: By text; without the texts that are no numbers.
-        unit: What all texts have beside their numbers.
+        numbers: Number of each text that has one.
+        unit: Text after, or before, all numbers.
         doubt: Text that may be one of two numbers; empty if there is none.
         decimal: The decimal point of the file's other columns.
 
@@ -178,7 +178,7 @@ def _simplify(text: str) -> str:
 
 
 def _join_groups(digits: str) -> str:
-    """Return digits without the spaces or apostrophes between groups of three; empty if there are others."""
+    """Return digits without the spaces or apostrophes between groups of three; empty if others have them."""
     if not re.search("[ ']", digits):
         return digits
     return re.sub("[ ']", "", digits) if re.fullmatch(r"[1-9]\d{0,2}([ '])\d{3}(\1\d{3})*([.,]\d+)?", digits) else ""

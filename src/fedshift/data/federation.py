@@ -100,7 +100,7 @@ class ClientData:
     def normalize(self) -> ClientData:
         """Return the client with images normalized by its training images' mean and standard deviation per channel."""
         own = Normalization.fit(self.train.read_all())
-        return self.with_splits({k: split.with_samples(split.store, own) for k, split in self.splits.items()})
+        return self.with_splits({k: split.replace(normalization=own) for k, split in self.splits.items()})
 
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
@@ -309,7 +309,7 @@ class Federation:
 
         Without ``size``, images of different sizes become 28 x 28, the size of the papers' digits. Resizing is bilinear
         with antialiasing for images and nearest-pixel for masks. Samples that are not images are unchanged, except that
-        integers become floats if other samples are floats. Cases of which patches are cut keep their sizes, unless
+        integers become floats if other samples are floats. Cases with patches keep their sizes, unless
         there is a ``size``. Raises :class:`UsageError` if channels cannot be matched.
         """
         shapes = {where: split.whole_shape for where, split in self.named_splits().items()}
@@ -346,12 +346,12 @@ class Federation:
         fit = cache(lambda store: _fit_store(store, channels, tuple(store.shape[2:]) if cases else target))  # once each
 
         def fit_split(split: Samples) -> Samples:
-            made = split.with_samples(fit(split.store))
+            made = split.replace(x=fit(split.store))
             if cases or split.y.ndim != 3:
                 return made
             if split.patches and split.whole_shape[1:] != target:
-                made = made.with_patches(Patches.whole(split.patches.size, target, len(split.store), resized=target))
-            return made.with_targets(resize_masks(split.y, target))
+                made = made.replace(patches=Patches.whole(split.patches.size, target, len(split.store), resized=target))
+            return made.replace(y=resize_masks(split.y, target))
 
         told = [] if cases else [describe_stretch(sizes, target)]
         if len(sizes) > 1 and not size and not cases:
@@ -390,7 +390,7 @@ class Federation:
             whole = split.whole_shape[1:]
             made = Patches.whole(size, whole, len(split.store), resized=whole if resized else ())
             sizes = (true_sizes or {}).get(split.store)
-            return split.with_patches(made if sizes is None else replace(made, true_sizes=sizes))
+            return split.replace(patches=made if sizes is None else replace(made, true_sizes=sizes))
 
         return self.map_splits(cut)
 
@@ -400,12 +400,12 @@ class Federation:
         if len(set(map(is_whole, stores))) < 2:
             return self
         convert = cache(lambda store: map_store(store, Tensor.float) if is_whole(store) else store)  # once for each
-        return self.map_splits(lambda split: split.with_samples(convert(split.store)))
+        return self.map_splits(lambda split: split.replace(x=convert(split.store)))
 
     def to(self, device: torch.device) -> Federation:
         """Return the clients with their samples on ``device``."""
         move = cache(lambda store: store.to(device))  # once for each shared array
-        return self.map_splits(lambda split: split.with_samples(move(split.store)).to(device))
+        return self.map_splits(lambda split: split.replace(x=move(split.store)).to(device))
 
     def normalize(self, normalization: Normalization) -> Federation:
         """Return the federation whose images are scaled by ``normalization`` when a batch is taken."""
@@ -414,7 +414,7 @@ class Federation:
             raise UsageError(
                 f"normalization of {wrong} channels for images of {self.sample_shape[0]}: give one of each"
             )
-        return self.map_splits(lambda split: split.with_samples(split.store, normalization))
+        return self.map_splits(lambda split: split.replace(normalization=normalization))
 
     def normalize_clients(self) -> Federation:
         """Return the federation with each client's images scaled by its training images."""
@@ -431,7 +431,7 @@ class Federation:
 
     @cached_property
     def digests(self) -> dict[str, str]:
-        """By client, the number and digests of the samples and targets of its splits, of which a resumed run has equal.
+        """Number and digest of the samples, and of the targets, of every split of every client, for a resumed run.
 
         They cover values in memory, items of lazy datasets, and what files hold that batches decode; if a split has
         more than 256 MB of such files, the name, size and time of change of each: copy these with their times
@@ -439,12 +439,10 @@ class Federation:
         """
         known = cache(digest_samples)
         return {
-            client.name: ", ".join(
-                f"{len(split)} {name} samples {samples}, targets {targets}"
-                for name, split in client.splits.items()
-                for samples, targets in [known(split)]
-            )
+            f"client {client.name!r}, {name} {what}": f"{len(split)} ({digest})"
             for client in self.clients
+            for name, split in client.splits.items()
+            for what, digest in zip(("samples", "targets"), known(split), strict=True)
         }
 
     @property
@@ -568,4 +566,4 @@ def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federat
     task = data.task.prepare([client.train.y for client in trained])
     if task == data.task:
         return data
-    return replace(data.map_splits(lambda split: split.with_targets(task.encode(split.y))), task=task)
+    return replace(data.map_splits(lambda split: split.replace(y=task.encode(split.y))), task=task)

@@ -6,8 +6,8 @@ of white space. They are *alike* if they differ only in case, compatible charact
 a number at the end: ``7``, ``7.0`` and ``007``, or ``P0`` and ``p00``.
 
 Spellings that look the same are one name everywhere. Alike spellings are one group, so that no patient is in training
-and test data. They are one class and one category unless a client has two of them, which then means both: so ``a`` and
-``A`` stay apart in pictures of letters. They are two clients. A notice names all of them.
+and test data. They are one class and one category unless a client has two of them (``a`` and ``A`` in pictures of
+letters). They are two clients. A notice names all of them.
 """
 
 from __future__ import annotations
@@ -57,14 +57,14 @@ def show_alike(several: Sequence[str]) -> str:
 
 
 def describe_alike(what: str, names: Iterable[str]) -> str:
-    """Return a sentence about those of ``names`` that are alike; ``what`` they are, such as ``classes``."""
+    """Return a sentence that lists alike ``names``; ``what``: their kind, such as ``classes``."""
     return f"{what} have names that {DIFFER}: {join_some(map(show_alike, group_alike(names)))}"
 
 
 def merge_names(
     held: Mapping[str, Iterable[str]], what: str, *, together: bool = False
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the spelling that stands for each name, the shortest of all that are one, and notices.
+    """Return the spelling to use for each name, the shortest, and notices.
 
     Args:
         held: Names that each client has, by its name.
@@ -86,7 +86,7 @@ def merge_names(
 
 
 def match_name(name: str, known: Sequence[str]) -> str | None:
-    """Return the one of ``known`` that is ``name``, or else the only one that is alike; None if there is none."""
+    """Return ``name`` if it is known, or the only known spelling of it; None without one."""
     if name in known:
         return name
     alike = [other for other in known if find_identity(other) == find_identity(name)]

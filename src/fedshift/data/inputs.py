@@ -1,4 +1,4 @@
-"""Inputs as they are stored: arrays as tensors, channels first, and several inputs of a sample as one row.
+"""Stored inputs: arrays as tensors, channels first, and several inputs of a sample as one row.
 
 :mod:`fedshift.nn.several_inputs` divides rows for a network. Of several inputs, 8-bit integers with two axes a sample
 or more are images, with channels first, scaled from -1 to 1; others keep their shape, and integers and Booleans their
@@ -145,7 +145,7 @@ def refuse_several(x: object, where: str) -> None:
 
 
 def arrange(x: Any, names: Iterable[str]) -> Any:
-    """Return inputs in the order of ``names`` if these are their names; the array of a dictionary with one alone."""
+    """Return inputs in the order of ``names`` if these are their names; of a dictionary of one, its array."""
     if not isinstance(x, Mapping):
         return x
     order = list(names)
@@ -156,7 +156,7 @@ def arrange(x: Any, names: Iterable[str]) -> Any:
 def find_layout(x: Mapping[Any, Any], where: str) -> Inputs:
     """Return the names, shapes and kinds of the arrays of ``x``, each ``[N, ...]``.
 
-    Raises :class:`UsageError` for names that are no texts, arrays of something else than numbers, and lengths that
+    Raises :class:`UsageError` for names other than texts, arrays of other things than numbers, and lengths that
     differ.
     """
     if not 0 < len(x) <= MOST_INPUTS:

@@ -36,9 +36,7 @@ def join_schema(data: Federation, schema: Schema) -> Federation:
     images = len(shape) == len(data.sample_shape) == 3
     data = data.fit_images(size[0] if images and size and size[0] == size[1] else None)
     if (data.sample_shape[:1], shape[:1], len(shape)) == ((1,), (3,), 3):
-        data = data.map_splits(
-            lambda split: split.with_samples(map_store(split.store, lambda x: x.expand(-1, 3, -1, -1)))
-        )
+        data = data.map_splits(lambda split: split.replace(x=map_store(split.store, lambda x: x.expand(-1, 3, -1, -1))))
     for where, split in data.named_splits().items():
         if split.shape != shape:
             raise UsageError(
@@ -60,7 +58,7 @@ def _match_scale(data: Federation, schema: Schema) -> Federation:
             raise UsageError(f"{where}: {split.dtype} where the run has whole numbers, such as tokens: give those")
     if not preparation.is_whole:
         data = data.map_splits(
-            lambda split: split.with_samples(map_store(split.store, Tensor.float)) if is_whole(split.store) else split
+            lambda split: split.replace(x=map_store(split.store, Tensor.float)) if is_whole(split.store) else split
         )
         ours = {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
     if preparation.inputs:
@@ -79,7 +77,7 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
     if data.task.name != task.name:
         raise UsageError(f"{data.name} is for {data.task}, and {whose} for {task}: give targets of that kind")
     if data.task != task:  # not yet as the networks learn them
-        data = replace(data.map_splits(lambda split: split.with_targets(task.encode(split.y))), task=task)
+        data = replace(data.map_splits(lambda split: split.replace(y=task.encode(split.y))), task=task)
     if not isinstance(task, Classification):
         if (data.classes, ours) != (layout.classes, theirs) and not (data.classes == layout.classes and not ours):
             raise UsageError(
@@ -95,10 +93,10 @@ def match_labels(data: Federation, layout: Layout, whose: str) -> Federation:
                     "leave it out, or rename it"
                 )
         number = torch.tensor([theirs.index(match) for match in matched.values() if match is not None])
-        data = data.map_splits(lambda split: split.with_targets(number[split.y]))
+        data = data.map_splits(lambda split: split.replace(y=number[split.y]))
         respelled = [f"{name!r} is read as {match!r}" for name, match in matched.items() if match != name]
         if respelled:
-            told = f"{data.name}: classes are spelled as those of {whose.removesuffix(',')}: {join_some(respelled)}"
+            told = f"{data.name}: classes are spelled as in {whose.removesuffix(',')}: {join_some(respelled)}"
             data = replace(data, notices=(*data.notices, told))
     elif data.classes > layout.classes:
         raise UsageError(

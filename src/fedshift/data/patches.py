@@ -1,8 +1,8 @@
 """Patches of large cases for training, and windows that cover whole cases for everything else.
 
 A case is an image with its mask, of any size. A store keeps cases padded at their ends to one size, with the number of
-voxels that each has in truth (``true_sizes``). Each visit of a sample in training cuts one patch from its case. Where it
-lies is drawn from a stream with the key of the step and the sample's row, so that engines, resumed runs and other
+voxels that each has in truth (``true_sizes``). Each visit of a sample in training cuts one patch from its case. Its
+place is drawn from a stream with the key of the step and the sample's row, so that engines, resumed runs and other
 orders of clients make the same draws. The last samples of a batch, a third of it (in a batch of one, with probability
 1/3), are centered on a random voxel of a random class in their mask, except the background, as in nnU-Net
 (Isensee et al. 2021, doi:10.1038/s41592-020-01008-z). A patch is within its case; along an axis on which the case is
@@ -11,7 +11,7 @@ mask.
 
 Windows have the size of a patch and MONAI's positions (``sliding_window_inference``): steps of half their size, and the
 last one ends with the case. The scores of a voxel are the mean over its windows, weighted by a Gaussian around the
-window's center with a deviation of 1/8 of its size, and at least :data:`LEAST`. One window's scores are not weighted.
+window's center with a deviation of 1/8 of its size, and at least :data:`LEAST_WEIGHT`. One window has no weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from ..utils.random_streams import Key, stream
 OVERLAP = 0.5
 DEVIATION = 1 / 8
 """Standard deviation of the weights of a window, as a share of its size."""
-LEAST = 1e-3
+LEAST_WEIGHT = 1e-3
 CENTERED = 1 / 3
 """Share of a batch whose patches are centered on a class other than the background."""
 AT_ONCE = 4
@@ -47,7 +47,7 @@ Size = tuple[int, ...]
 class Patches:
     """The ``size`` of patches, ``(D, H, W)`` or ``(H, W)``, and the true size of each row of a store.
 
-    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size to which files are resized before; empty: they keep theirs.
+    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size to which files are resized first; empty: none.
     """
 
     size: Size
@@ -145,7 +145,7 @@ def weigh_window(size: Size) -> Tensor:
     for n in size:
         from_middle = torch.arange(n, dtype=torch.float64) - (n - 1) / 2
         weight = weight[..., None] * torch.exp(-0.5 * (from_middle / (DEVIATION * n)) ** 2)
-    return weight.clamp(min=LEAST).float()
+    return weight.clamp(min=LEAST_WEIGHT).float()
 
 
 def slide(score: Callable[[Tensor], Tensor], x: Tensor, size: Size) -> Tensor:

@@ -186,7 +186,7 @@ class Preparation:
         values: Kinds of values that samples hold (:data:`~fedshift.data.agreement.KINDS`); empty for several inputs.
         inputs: Layout of a sample's row if a network is given several inputs; empty: a sample is one array.
         patched: Whether samples are cases of any size, which the network sees in windows of ``shape``.
-        resized: Size to which cases are resized; empty: they keep theirs.
+        resized: Size of cases after resizing; empty: as in their files.
         measured: Usual values of the training samples, of an exported model whose scaling does not state them.
 
     """
@@ -246,11 +246,6 @@ class Preparation:
         names = [f"column {column.name!r}" for column in self.columns for _ in range(column.width)]
         noun = "column" if len(self.shape) == 1 else "channel"
         return [f"{names[number] if names else f'{noun} {number}'}: {text}" for number, text in sorted(texts.items())]
-
-    @property
-    def keeps_raw(self) -> bool:
-        """Return whether samples are stored raw, as a program takes them; a table's rows are not."""
-        return not isinstance(self.scaling, FeatureScaling)
 
     def __str__(self) -> str:
         if self.inputs:

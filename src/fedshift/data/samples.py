@@ -29,7 +29,17 @@ from ..utils.errors import FedshiftError, Ref, UsageError
 from .inputs import arrange, channels_first, find_layout, is_mapped, join_inputs, refuse_several, to_numbers, to_tensor
 from .patches import Patches, extend
 from .preparation import HALF, Augment, FeatureScaling, Scaling, scale_stored
-from .stores import CHUNK, PIECE, FileStore, JoinedStore, Keys, LazyStore, digest_arrays, read_rows
+from .stores import (
+    CHUNK_BYTES,
+    CHUNK_ROWS,
+    FileStore,
+    Keys,
+    LazyStore,
+    StoreView,
+    digest_arrays,
+    digest_rows,
+    read_store,
+)
 
 SHOWN = 20
 """Maximum number of clients, and of classes, to print one by one."""
@@ -133,16 +143,16 @@ class Samples:
     def take(self, index: Tensor) -> Samples:
         """Return the samples at ``index`` (int64), in that order; the array is shared, not copied."""
         group = None if self.group is None else self.group[index]
-        return self._replace(y=self.y[index], rows=self.rows[index], group=group)
+        return self.replace(y=self.y[index], rows=self.rows[index], group=group)
 
-    def _replace(self, **fields: Any) -> Samples:
-        """Return these samples with other arguments of :class:`Samples`."""
+    def replace(self, **fields: Any) -> Samples:
+        """Return the same samples but for these arguments of :class:`Samples`; another ``x`` has as many rows."""
         own = {name: getattr(self, name) for name in ("y", "normalization", "group", "patches")}
         return Samples(**{"x": self.store, "rows": None if self._all else self.rows, **own, **fields})
 
     def copy_rows(self, index: Tensor | slice) -> Tensor:
         """Return a copy of the stored samples at ``index``."""
-        return read_rows(self.store, self.find_rows(index))
+        return read_store(self.store, self.find_rows(index))
 
     def find_rows(self, index: Tensor | slice) -> Tensor:
         """Return the rows of the store that hold the samples at ``index``."""
@@ -188,7 +198,7 @@ class Samples:
 
     def pieces(self, count: int | None = None) -> Iterator[slice]:
         """Yield slices that cover all samples, or ``count`` of them, in order, each small enough to read at once."""
-        step = self.store.count_rows(PIECE) if isinstance(self.store, LazyStore) else CHUNK
+        step = self.store.count_rows(CHUNK_BYTES) if isinstance(self.store, LazyStore) else CHUNK_ROWS
         yield from (slice(start, start + step) for start in range(0, len(self) if count is None else count, step))
 
     def probe(self) -> Iterator[Tensor]:
@@ -239,18 +249,10 @@ class Samples:
         parts = [self.patches.cut(self.y[n], place, IGNORED) for n, place in zip(numbers, places, strict=True)]
         return torch.stack(parts) if parts else self.y.new_empty(0, *self.patches.size)
 
-    def with_samples(self, x: Tensor | LazyStore, normalization: Scaling | None = None) -> Samples:
-        """Return the same selection of samples from another array of the same length."""
-        return self._replace(x=x, normalization=normalization or self.normalization)
-
-    def with_targets(self, y: Tensor) -> Samples:
-        """Return the same samples with other targets."""
-        return self._replace(y=y)
-
     def copy_alone(self) -> Samples:
         """Return the same samples, without groups, in an array that has no others."""
         patches = self.patches and self.patches.take(self.rows)
-        return self._replace(x=self.x, rows=None, group=None, patches=patches)
+        return self.replace(x=self.x, rows=None, group=None, patches=patches)
 
     def read_all(self) -> Iterator[Tensor]:
         """Yield copies of all stored samples, some at a time ``[n, ...]``, without padding."""
@@ -259,15 +261,11 @@ class Samples:
         else:
             yield from (self.read_case(number)[0] for number in range(len(self)))
 
-    def with_patches(self, patches: Patches) -> Samples:
-        """Return the same samples as cases, of which patches are cut."""
-        return self._replace(patches=patches)
-
     def to(self, device: torch.device) -> Samples:
         """Return the same samples on ``device``."""
         rows = None if self._all else self.rows.to(device)
         group = None if self.group is None else self.group.to(device)
-        return self._replace(x=self.store.to(device), y=self.y.to(device), rows=rows, group=group)
+        return self.replace(x=self.store.to(device), y=self.y.to(device), rows=rows, group=group)
 
     def check(self, where: str, task: Task, classes: int) -> None:
         """Raise :class:`UsageError`, with ``where`` in front, unless samples and targets can be used for training."""
@@ -283,8 +281,8 @@ class Samples:
             except FedshiftError as error:
                 raise UsageError(str(error)) from error
             return
-        for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK):
-            bad = ~self.copy_rows(slice(start, start + CHUNK)).isfinite().flatten(1).all(dim=1)
+        for start in range(0, len(self) if self.store.is_floating_point() else 0, CHUNK_ROWS):
+            bad = ~self.copy_rows(slice(start, start + CHUNK_ROWS)).isfinite().flatten(1).all(dim=1)
             if bad.any():
                 first = start + int(bad.nonzero()[0, 0])
                 raise UsageError(f"{where}: sample {first} has NaN or infinite values; remove or impute them")
@@ -335,7 +333,7 @@ def are_alike(parts: Sequence[Samples]) -> bool:
     )
 
 
-def count_bytes(parts: Iterable[Samples]) -> int:
+def count_memory(parts: Iterable[Samples]) -> int:
     """Return the number of bytes of the samples in ``parts``; shared arrays count once, lazy samples count 0."""
     return sum(store.nbytes for store in {part.store for part in parts} if isinstance(store, Tensor))
 
@@ -377,7 +375,7 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
     if len(parts) == 1:
         return first
     rows, stores = number_rows(parts, *(part.normalization for part in parts)), dict.fromkeys(p.store for p in parts)
-    joined = first._replace(y=torch.cat([part.y for part in parts]), rows=rows, group=_join_groups(parts))
+    joined = first.replace(y=torch.cat([part.y for part in parts]), rows=rows, group=_join_groups(parts))
     alike = len({(part.dtype, part.normalization) for part in parts}) == 1
     if alike and len(stores) == 1:
         return joined
@@ -389,13 +387,13 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
                 Ref(normalize="half"),
             )
         leads = {part.store: part.patches for part in reversed(parts)}
-        return joined._replace(x=JoinedStore(list(stores)), patches=_join_patches([leads[store] for store in stores]))
+        return joined.replace(x=StoreView(list(stores)), patches=_join_patches([leads[store] for store in stores]))
     number, places = number_distinct(rows)
     once = [part.take(own) for part, own in zip(parts, _divide(places, parts), strict=True)]
     x = torch.cat([part.x if alike else part.scale(part.x) for part in once])
     patches = _join_patches([part.patches and part.patches.take(part.rows) for part in once])
     whole = number if len(number) > len(places) else None
-    return joined._replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
+    return joined.replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
 
 
 def _divide(places: Tensor, parts: Sequence[Samples]) -> list[Tensor]:
@@ -412,7 +410,7 @@ def _extend_alike(parts: list[Samples]) -> list[Samples]:
         return parts
     size = tuple(max(lengths) for lengths in zip(*(part.whole_shape[1:] for part in parts), strict=True))
     enlarge = cache(lambda store: map_store(store, partial(extend, size=size)))  # once for each store
-    return [part._replace(x=enlarge(part.store), y=extend(part.y, size, IGNORED)) for part in parts]
+    return [part.replace(x=enlarge(part.store), y=extend(part.y, size, IGNORED)) for part in parts]
 
 
 def _join_patches(patches: Sequence[Patches | None]) -> Patches | None:
@@ -448,10 +446,7 @@ def digest_samples(split: Samples) -> tuple[str, str]:
         found.update(patches.true_sizes[rows].tobytes())
     if isinstance(scaling, FeatureScaling) and len(scaling.digests) == len(split.store):
         found.update(scaling.digests[rows].tobytes())
-    if isinstance(split.store, LazyStore):
-        found.update(split.store.digest(rows))
-    else:
-        found.update(digest_arrays(split.copy_rows(piece).cpu().numpy() for piece in split.pieces()))
+    found.update(digest_rows(split.store, split.rows))
     y = split.y.cpu().numpy()
     targets = blake2b(f"{y.shape}{y.dtype}".encode() + digest_arrays([y]), digest_size=8)
     return found.hexdigest(), targets.hexdigest()

@@ -5,8 +5,8 @@ A store returns samples for rows as a tensor in memory does for an index, so tha
 afterwards; a store keeps only a cache of bounded size. Values are checked when they are read, because checking all in
 advance would mean reading all of them.
 
-Rows of a file are read, not mapped: mapped pages count as memory of the process, and the operating system maps up to
-megabytes around a row. If a store is sent to another process, only the file's name is sent.
+An array's file is mapped only while rows of it are copied, because mapped pages count as memory of the process. If its
+store is sent to another process, only the file's name is sent.
 
 A random transform draws from a generator keyed by seed, client, step and row, so that a resumed run, another engine and
 another number of workers make the same draws. The global generators of Python, NumPy and torch are seeded from it, and
@@ -33,6 +33,7 @@ import cloudpickle
 import numpy as np
 import torch
 from joblib import Parallel, delayed
+from joblib._memmapping_reducer import _get_backing_memmap, _reduce_memmap_backed
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -51,9 +52,9 @@ REPEATED = 4
 """Number of times to decode the first item, to check whether the result is always the same."""
 DECODED = 256
 """Number of items to decode at a time when only their targets are needed."""
-CHUNK = 1000
+CHUNK_ROWS = 1000
 """Number of samples to check, resize or hash at a time."""
-PIECE = 2**26
+CHUNK_BYTES = 2**26
 """Bytes of lazy samples to read at a time when all are read."""
 CONTENT = 2**28
 """Largest file, in bytes, whose content is part of digests."""
@@ -117,12 +118,12 @@ class LazyStore(ABC):
 
         Raises :class:`FedshiftError` if they cannot be read.
         """
-        pieces = (torch.from_numpy(some) for some in divide(rows, self.count_rows(PIECE)))
+        pieces = (torch.from_numpy(some) for some in divide(rows, self.count_rows(CHUNK_BYTES)))
         return digest_arrays(self.read(some).cpu().numpy() for some in pieces)
 
     def count_rows(self, size: int) -> int:
-        """Return how many samples have at most ``size`` bytes; one at least, :data:`CHUNK` at most."""
-        return max(1, min(CHUNK, size // max(1, prod(self.shape[1:]) * self.dtype.itemsize)))
+        """Return how many samples have at most ``size`` bytes; one at least, :data:`CHUNK_ROWS` at most."""
+        return max(1, min(CHUNK_ROWS, size // max(1, prod(self.shape[1:]) * self.dtype.itemsize)))
 
     def identify(self, row: int) -> bytes:
         """Return a digest, 16 bytes, of what the sample at ``row`` is read from; empty: its values tell as much.
@@ -133,42 +134,23 @@ class LazyStore(ABC):
 
     def map(self, change: Callable[[Tensor], Tensor]) -> LazyStore:
         """Return the store with ``change``, which treats samples independently, applied to all samples when read."""
-        return _Changed(self, change)
+        return StoreView([self], change)
 
     def to(self, device: torch.device) -> LazyStore:
         """Return the store with its samples on ``device`` when read."""
-        return self if device.type == "cpu" else _Changed(self, partial(Tensor.to, device=device))
+        return self if device.type == "cpu" else self.map(partial(Tensor.to, device=device))
 
 
-class _Changed(LazyStore):
-    """A store whose samples are changed when they are read."""
+class StoreView(LazyStore):
+    """Stores with samples of the same shape and type one after another; ``change`` is applied to what is read."""
 
-    def __init__(self, store: LazyStore, change: Callable[[Tensor], Tensor]) -> None:
-        super().__init__(store.where, len(store), change(torch.zeros(1, *store.shape[1:], dtype=store.dtype)))
-        self.draws, self.repeats, self.threaded = store.draws, store.repeats, store.threaded
-        self.probed = store.probed
-        self._store, self._change = store, change
-
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        return self._change(self._store.read(torch.from_numpy(rows), key))
-
-    @override
-    def digest(self, rows: NDArray[np.int64]) -> bytes:
-        return self._store.digest(rows)  # shape and type, which are in the digest of a split, tell the change
-
-
-class JoinedStore(LazyStore):
-    """Several stores with samples of the same shape and type, one after another."""
-
-    def __init__(self, stores: Sequence[LazyStore | Tensor]) -> None:
-        first = stores[0]
-        where = next(store.where for store in stores if isinstance(store, LazyStore))
-        super().__init__(where, sum(map(len, stores)), torch.zeros(1, *first.shape[1:], dtype=first.dtype))
+    def __init__(self, stores: Sequence[LazyStore | Tensor], change: Callable[[Tensor], Tensor] | None = None) -> None:
         lazy = [store for store in stores if isinstance(store, LazyStore)]
+        sample = torch.zeros(1, *stores[0].shape[1:], dtype=stores[0].dtype)
+        super().__init__(lazy[0].where, sum(map(len, stores)), change(sample) if change else sample)
         self.draws, self.repeats = any(store.draws for store in lazy), all(store.repeats for store in lazy)
         self.threaded, self.probed = all(store.threaded for store in lazy), min(store.probed for store in lazy)
-        self._stores, self._ends = tuple(stores), list(accumulate(map(len, stores)))
+        self._stores, self._change, self._ends = tuple(stores), change, list(accumulate(map(len, stores)))
 
     def _divide(self, rows: NDArray[np.int64]) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yield the number of each store that has some of ``rows``, their places among these, and their rows in it."""
@@ -179,22 +161,18 @@ class JoinedStore(LazyStore):
 
     @override
     def digest(self, rows: NDArray[np.int64]) -> bytes:
-        digest = blake2b(digest_size=16)
-        for number, places, own in self._divide(rows):
-            store = self._stores[number]
-            digest.update(places.numpy().tobytes())
-            digest.update(
-                digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(own, CHUNK))
-                if isinstance(store, Tensor)
-                else store.digest(own.numpy())
-            )
-        return digest.digest()
+        """Return a digest as of other stores; shape and type, which are digested with a split, tell the change."""
+        parts = [(places, digest_rows(self._stores[number], own)) for number, places, own in self._divide(rows)]
+        return b"".join(places.numpy().tobytes() + digest for places, digest in parts)
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
         x: Tensor | None = None
         for number, places, own in self._divide(rows):
-            part = read_rows(self._stores[number], own, (*key, number) if key else ())
+            part = read_store(self._stores[number], own, (*key, number) if key and len(self._stores) > 1 else key)
+            part = self._change(part) if self._change else part
+            if len(places) == len(rows):
+                return part
             x = part.new_empty(len(rows), *self.shape[1:]) if x is None else x
             x[places.to(x.device)] = part
         return torch.empty(0, *self.shape[1:], dtype=self.dtype) if x is None else x
@@ -233,53 +211,50 @@ def digest_files(groups: Iterable[Iterable[Path]]) -> bytes:
     return blake2b(repr([sorted(known[file] for file in group) for group in listed]).encode(), digest_size=16).digest()
 
 
-def read_rows(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
+def digest_rows(store: Tensor | LazyStore, rows: Tensor) -> bytes:
+    """Return a digest of the samples of ``store`` at ``rows``, in this order (:meth:`LazyStore.digest`)."""
+    if isinstance(store, LazyStore):
+        return store.digest(rows.cpu().numpy())
+    return digest_arrays(store.index_select(0, some).cpu().numpy() for some in divide(rows, CHUNK_ROWS))
+
+
+def read_store(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tensor:
     """Return a copy of the samples of ``store`` at ``rows``; ``key`` as in :meth:`LazyStore.read`."""
     return store.index_select(0, rows) if isinstance(store, Tensor) else store.read(rows, key)
 
 
 class FileStore(LazyStore):
-    """An array ``[N, ...]`` in a file; only the requested rows are read."""
+    """An array ``[N, ...]`` in a file, which is mapped while rows of it are copied."""
 
     def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
         root = array
         while isinstance(root.base, np.memmap):
             root = root.base
         start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        self.where, self._path, self._dtype = where, Path(str(array.filename)).resolve(), array.dtype
-        self._offset, self._stride = root.offset + start, array.strides[0]
-        self._each, self._strides = array.shape[1:], array.strides[1:]
-        reach = [(count - 1) * stride for count, stride in zip(self._each, self._strides, strict=True)]
-        self._before = -sum(step for step in reach if step < 0)  # bytes of a row before its first value
-        self._span = self._before + sum(step for step in reach if step > 0) + array.dtype.itemsize
+        self.where, self._path = where, Path(str(array.filename)).resolve()
+        self._layout = array.shape, array.dtype, root.offset + start, array.strides
         super().__init__(where, len(array), self._load(np.zeros(1, np.int64), ()))
 
-    @override
-    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        x = np.empty((len(rows), *self._each), self._dtype)
+    def _map(self) -> Array:
+        """Return the array as it is in the file now."""
+        shape, dtype, offset, strides = self._layout
         try:
-            with self._path.open("rb", buffering=0) as file:
-                for place, row in enumerate(rows.tolist()):
-                    file.seek(self._offset + row * self._stride - self._before)
-                    x[place] = np.ndarray(self._each, self._dtype, file.read(self._span), self._before, self._strides)
-        except (OSError, TypeError) as error:
+            return np.ndarray(shape, dtype, np.memmap(self._path, np.uint8, "r").data, offset, strides)
+        except (OSError, TypeError, ValueError) as error:
             raise UsageError(
                 f"{self._path} cannot be read ({error}): give a complete file, and keep it in place"
             ) from error
-        return to_tensor(x, self.where, copy=False)
+
+    @override
+    def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
+        return to_tensor(self._map()[rows], self.where, copy=False)
 
     @override
     def digest(self, rows: NDArray[np.int64]) -> bytes:
-        try:
-            whole = np.memmap(self._path, np.uint8, "r")
-            if len(whole) <= CONTENT:
-                strides = self._stride, *self._strides
-                x = np.ndarray((len(self), *self._each), self._dtype, whole.data, self._offset, strides)
-                return digest_arrays(x[some] for some in divide(rows, CHUNK))
-        except (OSError, TypeError, ValueError) as error:
-            raise FedshiftError(f"{self._path} cannot be read ({error}): give a complete file") from error
-        layout = self._offset, self._stride, self._strides, self._dtype.str
-        return blake2b(repr(layout).encode() + rows.tobytes() + digest_files([[self._path]]), digest_size=16).digest()
+        x = self._map()
+        if self._path.stat().st_size <= CONTENT:
+            return digest_arrays(x[some] for some in divide(rows, CHUNK_ROWS))
+        return blake2b(repr(self._layout).encode() + rows.tobytes() + digest_files([[self._path]])).digest()
 
 
 class MappedStore(LazyStore):
@@ -322,6 +297,16 @@ class MappedStore(LazyStore):
             return digest_voxels(self._files[row])
         except Unreadable as error:
             raise FedshiftError(f"{self._files[row]} {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with the places of mapped arrays: another process maps the same files."""
+        backing = [(x, _get_backing_memmap(x)) for x in self._arrays]
+        places = [(np.array, (x,)) if file is None else _reduce_memmap_backed(x, file) for x, file in backing]
+        return vars(self) | {"_arrays": places}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._arrays = tuple(np.asarray(open_array(*arguments)) for open_array, arguments in state["_arrays"])
 
 
 class DatasetStore(LazyStore):
@@ -368,7 +353,7 @@ class DatasetStore(LazyStore):
         files = list_files(self._given.dataset)
         some = rows[:: max(1, len(rows) // self.probed) if files else 1] if self.repeats else rows[:0]
         missing = np.unique(some[~self._digests[some].any(axis=1)]).tolist()
-        step = min(DECODED, self.count_rows(PIECE))
+        step = min(DECODED, self.count_rows(CHUNK_BYTES))
         with self._lock:
             for part in divide(missing, step):
                 self._digest_items(part)

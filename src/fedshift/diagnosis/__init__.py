@@ -1,4 +1,4 @@
-"""Checks of data before training: faults (``quality``), shifts between sites (``shifts``), and a search for a method.
+"""Shifts between sites (``shifts``), a search for a method (``search``), and pictures of data (``overview``).
 
 Samples come in as a :class:`~fedshift.data.federation.Federation`; findings, tables and sentences go out.
 """

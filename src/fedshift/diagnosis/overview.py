@@ -145,7 +145,7 @@ def _render_finding(finding: Finding) -> RenderableType:
     grid.add_row(Text(finding.severity, style=_STYLE[finding.severity]), Text(finding.text))
     lines = [Text(finding.fix, style="dim")]
     for example in finding.examples:
-        lines.append(Text(" = ".join(map(str, example)), style="dim"))
+        lines.append(Text(" = ".join(example), style="dim"))
     grid.add_row("", Group(*lines))
     return grid
 

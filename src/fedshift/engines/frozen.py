@@ -25,7 +25,7 @@ from ..core.plan import Plan
 from ..core.states import ServerState
 from ..data.augmentation import Augmentation
 from ..data.federation import Federation
-from ..data.samples import Samples, count_bytes
+from ..data.samples import Samples, count_memory
 from ..nn.dropout import Keyed
 from ..utils.errors import UsageError
 from ..utils.random_streams import peek_generators
@@ -83,7 +83,7 @@ class Backbone:
             _KEPT[key] = split, torch.cat(features) if features else torch.empty(0)  # no others get the address
         _KEPT.move_to_end(key)
         x = _KEPT[key][1]
-        while count_bytes(samples for samples, _ in _KEPT.values()) + sum(x.nbytes for _, x in _KEPT.values()) > LIMIT:
+        while count_memory(samples for samples, _ in _KEPT.values()) + sum(x.nbytes for _, x in _KEPT.values()) > LIMIT:
             _KEPT.popitem(last=False)
         return Samples(x=x, y=split.y, group=split.group)
 

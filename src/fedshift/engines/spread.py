@@ -22,7 +22,7 @@ from ..core.probe import find_difference
 from ..core.states import ClientState, ServerState
 from ..core.step import client_step_
 from ..data.augmentation import Augmentation
-from ..data.samples import count_bytes
+from ..data.samples import count_memory
 from ..utils.errors import FedshiftError, Ref
 from ..utils.execution.executor import Chain, Executor, Handle, InProcess, LaneLost, run_all
 from ..utils.execution.ray_cluster import RayCluster
@@ -164,7 +164,7 @@ class Pool(Spread):
     def refusal(cls, plan: Plan, data: Data, augment: Augmentation | None = None) -> str | None:
         if os.name != "posix":
             return "needs POSIX shared memory, which this operating system lacks"
-        size, free = count_bytes(data.values()), available_memory()
+        size, free = count_memory(data.values()), available_memory()
         if size > free:
             return (
                 f"copies the training samples ({size / 1e9:.1f} GB) into memory, but only {free / 1e9:.1f} GB are free"

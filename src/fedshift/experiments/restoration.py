@@ -134,13 +134,13 @@ def load_experiment(
     with trust_only(code, directory / FILE):
         experiment = make_experiment(replace(spec, device=resolve_device(spec, device)[0]), progress)
     kept, now = read_facts(directory)["digests"], experiment.data.digests
-    changed = [name for name in {**kept, **now} if kept.get(name) != now.get(name)]
+    changed = [what for what in {**kept, **now} if kept.get(what) != now.get(what)]
     if changed:
         where = spec.data if Path(spec.data).exists() else f"{spec.data}, under {spec.root}"
         times = ", copied with the times of their files (cp -a)" if experiment.data.lazy else ""
         raise UsageError(
-            f"{where} does not hold the samples on which {directory} was run: client {changed[0]!r} had "
-            f"{kept.get(changed[0], 'none')}, and has {now.get(changed[0], 'none')}: give those ({{}}){times}",
+            f"{where} does not hold the samples on which {directory} was run: {changed[0]} were "
+            f"{kept.get(changed[0], 'none')}, and are {now.get(changed[0], 'none')}: give those ({{}}){times}",
             Ref(run_data="PATH"),
         )
     return spec, select_trials(experiment.keep_labels(directory))

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ..core.plan import Plan
 from ..data.far_values import FarValues
+from ..data.preparation import Normalization
 from ..data.samples import Samples
 from ..data.schema import Schema
 from ..evaluation.metrics import BATCH
@@ -206,7 +207,8 @@ def _open_onnx(path: Path, names: Sequence[str]) -> Callable[..., Tensor] | None
 
 def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
     """Report how many test samples the program gets right, and whether this agrees with the run's records."""
-    kind, known = model.facts.kind, model.schema.preparation.keeps_raw  # raw table rows are not kept
+    kind = model.facts.kind
+    known = isinstance(model.schema.preparation.scaling, Normalization)  # a table's raw rows are not kept
     user_counts = type(model.schema.task) is not TASKS.entries.get(kind)  # a user's task may define other counts
     found = {}
     if known and not user_counts and kind in TRIED:

@@ -13,7 +13,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 from ..data.columns import Column
 from ..data.decoding.ranges import PERCENTILES, SPARSE, UNIT_RANGE
 from ..data.decoding.resizing import COARSE
-from ..data.patches import DEVIATION, LEAST, OVERLAP
+from ..data.patches import DEVIATION, LEAST_WEIGHT, OVERLAP
 from ..data.preparation import FeatureScaling, Preparation
 from ..utils.words import join_some
 
@@ -59,7 +59,7 @@ def list_steps(preparation: Preparation, task: str) -> dict[str, str]:
         places=("depth", "height", "width")[3 - len(size):], inside=_describe_scaling(preparation),
         outputs=OUTPUTS.get(task, OWN_OUTPUTS), steps=" x ".join(str(max(1, int(n * OVERLAP))) for n in size),
         middles=" x ".join(f"{(n - 1) / 2:g}" for n in size), deviations=" x ".join(f"{DEVIATION * n:g}" for n in size),
-        least=f"{LEAST:g}",
+        least=f"{LEAST_WEIGHT:g}",
     )  # fmt: skip
     return dict(line.split(": ", 1) for line in text.splitlines())
 

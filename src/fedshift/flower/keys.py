@@ -25,7 +25,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
 from ..utils.errors import UsageError
-from ..utils.files import owner_only, write_atomically
+from ..utils.files import owner_only, read_text, write_atomically
 
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 """Hosts for which each certificate is valid."""
@@ -238,7 +238,7 @@ def _read_key(path: Path) -> bytes:
     if not name.isprintable() or name != name.strip() or name[:1] in ("", ".") or set(name) & set("\\,"):
         raise UsageError(f"{str(path)!r}: name the file as the site, in printable signs without comma and backslash")
     try:
-        key = serialization.load_ssh_public_key(path.read_bytes())
+        key = serialization.load_ssh_public_key(read_text(path).encode())
     except FileNotFoundError:
         raise
     except _UNREADABLE as error:

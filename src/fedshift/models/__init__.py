@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar, overload
@@ -29,14 +29,8 @@ from ..utils.user_code import describe_error, describe_function, find_import_pat
 from ._libraries import LIBRARIES, LibraryModel
 
 __all__ = [
-    "MODELS",
-    "LibraryModel",
-    "ModelFactory",
-    "NetworksOfInputs",
-    "describe_factory",
-    "make_network",
-    "take_output",
-]
+    "MODELS", "LibraryModel", "ModelFactory", "NetworksOfInputs", "describe_factory", "make_network", "take_output",
+]  # fmt: skip
 
 ModelFactory = Callable[[tuple[int, ...], int], nn.Module]
 """Function that makes a network for the shape of a sample and a number of classes.
@@ -83,16 +77,12 @@ def _returns_new(model: ModelFactory, network: nn.Module, shape: tuple[int, ...]
     def share_none() -> bool:
         with kept_generators():
             other = model(shape, classes)
-        return {*_list_objects(network)}.isdisjoint(_list_objects(other))
+        return {*network.modules(), *network.parameters()}.isdisjoint({*other.modules(), *other.parameters()})
 
     try:
         return _NEW[model] if model in _NEW else _NEW.setdefault(model, share_none())
     except TypeError:  # not hashable
         return share_none()
-
-
-def _list_objects(network: nn.Module) -> Iterator[int]:
-    yield from map(id, (*network.modules(), *network.parameters()))
 
 
 def _shape_lazy_layers(network: nn.Module, shape: tuple[int, ...]) -> None:

@@ -26,7 +26,7 @@ def _image_channels(model: str, shape: Shape, smallest: int = 1) -> int:
         raise UsageError(
             f"model {model} takes images (C, H, W) of at least {smallest} x {smallest} pixels, not samples of shape "
             f"{shape}: choose another model, or give such images (image_size resizes)"
-        )
+        ).about("model")
     return shape[0]
 
 

@@ -3,12 +3,12 @@
 Each is made for the samples' channels and the number of classes by the library's own function, with random weights:
 nothing is downloaded. ``timm:resnet18(pretrained=True)`` starts from the library's weights, which its own loader takes
 from its cache or downloads; images are then scaled as the library prescribes for these weights. Networks of other
-libraries come by a function of the user's own.
+libraries come by a user's function.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -60,7 +60,7 @@ def _scale_hf(library: Any, _: str, options: Mapping[str, Any]) -> Scale:
 class Library:
     """A library: its module and package, functions that make networks and scale images, and its ``pretrained``.
 
-    ``pretrained``: what its networks take as the argument of that name, in words, and of which type.
+    ``pretrained``: what its networks take as the argument of that name, in words, and its type.
     """
 
     name: str
@@ -136,8 +136,11 @@ class LibraryModel:
         if not self.pretrained:
             return None
         fix = Sentence("Name the scale of its images ({})", Ref(normalize="imagenet"))
-        means, deviations = self._call("it does not say how its images are scaled", fix, LIBRARIES[self.library].scale)
-        return _fit(means, channels), _fit(deviations, channels)
+        scale: Scale = self._call("it does not say how its images are scaled", fix, LIBRARIES[self.library].scale)
+        means, deviations = (
+            value if len(value) == channels else (sum(value) / len(value),) * channels for value in scale
+        )
+        return means, deviations
 
     def _call(self, failed: str, fix: Sentence, function: Callable[..., Any], *given: Any) -> Any:
         """Return the result of ``function``; with pretrained weights, errors say what ``failed`` and the ``fix``."""
@@ -147,8 +150,3 @@ class LibraryModel:
             if not self.pretrained or isinstance(error, UsageError):
                 raise
             raise UsageError(f"model {self}: {failed} ({describe_error(error)}). {{}}", fix) from error
-
-
-def _fit(values: Sequence[float], channels: int) -> tuple[float, ...]:
-    """Return ``values`` if there is one a channel, else their mean for every channel."""
-    return tuple(values) if len(values) == channels else (sum(values) / len(values),) * channels

@@ -25,14 +25,8 @@ def _convolutional(shape: Shape, channels: tuple[int, ...], kernel: int, hidden:
 
 def fnn2(shape: Shape = (1, 28, 28), classes: int = 10) -> nn.Module:
     """2FNN of FedSMB and FedMMB (arXiv:2011.07006): two hidden FC layers (200, 200); 199,210 parameters."""
-    return nn.Sequential(
-        nn.Flatten(),
-        nn.Linear(_vector_length("fnn2", shape), 200),
-        nn.ReLU(),
-        nn.Linear(200, 200),
-        nn.ReLU(),
-        nn.Linear(200, classes),
-    )
+    first = nn.Linear(_vector_length("fnn2", shape), 200)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, classes))
 
 
 def cfnn3(shape: Shape = (1, 28, 28), classes: int = 10) -> nn.Module:

@@ -97,11 +97,5 @@ def two_layer(shape: Shape = (10,), classes: int = 1, *, width: int = 100, alpha
 def cosine(shape: Shape = (1,), classes: int = 1) -> nn.Module:
     """Toy example of FedBN (arXiv:2102.07623, figures 1 and 2): cos(w gamma x / s), s the client's deviation."""
     length = _vector_length("cosine", shape)
-    return nn.Sequential(
-        OrderedDict(
-            flatten=nn.Flatten(),
-            norm=ScaleNorm(length, about_mean=True),
-            linear=nn.Linear(length, classes, bias=False),
-            cos=_Cosine(),
-        )
-    )
+    norm, linear = ScaleNorm(length, about_mean=True), nn.Linear(length, classes, bias=False)
+    return nn.Sequential(OrderedDict(flatten=nn.Flatten(), norm=norm, linear=linear, cos=_Cosine()))

@@ -81,8 +81,8 @@ class _UNet(nn.Module):
         return self.out(x)  # type: ignore[no-any-return]
 
 
-def _unet(model: str, shape: Shape, classes: int, width: int, depths: tuple[int, int]) -> nn.Module:
-    """Return a U-Net; ``depths``: number of poolings of images, and of volumes."""
+def _unet(model: str, shape: Shape, classes: int, width: int) -> nn.Module:
+    """Return a U-Net of four poolings of images, or three of volumes."""
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise UsageError(
             f"model {model} takes images (C, H, W) or volumes (C, D, H, W) of any size, not samples of shape {shape}: "
@@ -91,14 +91,14 @@ def _unet(model: str, shape: Shape, classes: int, width: int, depths: tuple[int,
     if width < 2 or width % 2:
         raise UsageError(f"model {model}: width={width}: give an even number of channels, 2 or more")
     volumes = len(shape) == 4
-    return _UNet(shape[0], classes, width=width, depth=depths[volumes], volumes=volumes)
+    return _UNet(shape[0], classes, width=width, depth=3 if volumes else 4, volumes=volumes)
 
 
 def unet(shape: Shape = (1, 572, 572), classes: int = 2, *, width: int = 64) -> nn.Module:
     """U-Net of Ronneberger et al. 2015 (arXiv:1505.04597), 31,035,586 parameters; of volumes, arXiv:1606.06650."""
-    return _unet("unet", shape, classes, width, (4, 3))
+    return _unet("unet", shape, classes, width)
 
 
 def unet_small(shape: Shape = (1, 64, 64), classes: int = 2, *, width: int = 8) -> nn.Module:
     """U-Net (arXiv:1505.04597) of an eighth of the width: 486,298 parameters, for volumes 298,598."""
-    return _unet("unet-small", shape, classes, width, (4, 3))
+    return _unet("unet-small", shape, classes, width)

@@ -26,12 +26,9 @@ _SMALLEST = 63
 """Below this size nothing is left for the last pooling."""
 
 _ALEXNET: tuple[_Convolution, ...] = (
-    (64, 11, 4, 2, (3, 2), 32),
-    (192, 5, 1, 2, (3, 2), 32),
-    (384, 3, 1, 1, None, 64),
-    (256, 3, 1, 1, None, 64),
-    (256, 3, 1, 1, (3, 2), 64),
-)
+    (64, 11, 4, 2, (3, 2), 32), (192, 5, 1, 2, (3, 2), 32),
+    (384, 3, 1, 1, None, 64), (256, 3, 1, 1, None, 64), (256, 3, 1, 1, (3, 2), 64),
+)  # fmt: skip
 
 
 def _alexnet(model: str, shape: Shape, widths: tuple[int, ...], *, norm: bool) -> nn.Module:
@@ -203,12 +200,6 @@ def mobilenet_v2(shape: Shape = (3, 224, 224), classes: int = 1000) -> nn.Module
             features.append(_InvertedResidual(before, after, stride if i == 0 else 1, expansion))
             before = after
     features.append(_convolution(before, 1280, 1))
-    network = nn.Sequential(
-        OrderedDict(
-            features=nn.Sequential(*features),
-            avgpool=nn.AdaptiveAvgPool2d(1),
-            flatten=nn.Flatten(),
-            classifier=nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, classes)),
-        )
-    )
-    return _kaiming(network, dense_std=0.01)
+    parts = {"features": nn.Sequential(*features), "avgpool": nn.AdaptiveAvgPool2d(1), "flatten": nn.Flatten()}
+    parts["classifier"] = nn.Sequential(nn.Dropout(0.2), nn.Linear(1280, classes))
+    return _kaiming(nn.Sequential(OrderedDict(parts)), dense_std=0.01)

@@ -71,7 +71,7 @@ def load_unlabeled(
         x, inputs = _read_array(path, [each.name for each in schema.preparation.inputs])
     else:
         x = _read_images(path, spec, schema, progress, notices)
-    x = x.with_targets(schema.task.make_blank_targets(len(x), x.whole_shape, schema.classes))
+    x = x.replace(y=schema.task.make_blank_targets(len(x), x.whole_shape, schema.classes))
     only = ClientData(name=client_name(path), train=x, test=x)
     data = Federation(name=str(path), clients=(only,), classes=schema.classes, task=schema.task, inputs=inputs)
     return join_schema(data, schema).clients[0].train

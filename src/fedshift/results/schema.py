@@ -437,7 +437,7 @@ class RunSummary:
     ``method``, ``seed``, ``round``, ``down``, ``up`` (bytes that all clients together exchanged in that round), and
     from run directories also ``seconds`` (of training), ``elapsed``, ``ended`` and ``engine``; ``same_test`` maps a
     client to an earlier client with the same test samples; ``majority`` maps a client to the class of most of its
-    training samples (empty where sites hold the data, or have no classes); ``digests``: of each client's samples;
+    training samples (empty where sites hold the data, or have no classes); ``digests``: of all samples;
     ``task`` and ``metrics``: the federation's task, and the metrics that its counts define; ``resolved`` describes what
     is trained, ``config`` has the requested settings; ``crossed`` has the rows of cross-site validation, if requested,
     with ``owner``, the client whose model was measured (None: the server); ``lag`` has the rows of models whose

@@ -65,10 +65,8 @@ class Multilabel(Task):
 
     @override
     def record(self, predictions: Tensor, y: Tensor, outputs: int) -> Mapping[str, NDArray[Any]]:
-        loss_NL, odds_NL = (
-            F.binary_cross_entropy_with_logits(predictions, y, reduction="none"),
-            drop_infinite(predictions),
-        )
+        odds_NL = drop_infinite(predictions)
+        loss_NL = F.binary_cross_entropy_with_logits(predictions, y, reduction="none")
         return {
             "given": (y > 0).numpy(),
             "chosen": self._choose(predictions, y).numpy(),

@@ -42,16 +42,15 @@ class Regression(Task):
     scales: tuple[tuple[float, float], ...] = ()
 
     def __post_init__(self) -> None:
-        given = () if isinstance(self.standardize, bool) else self.standardize
+        pairs = [name for name in ("standardize", "scales") if not isinstance(getattr(self, name), bool)]
         try:
-            sound = all(math.isfinite(mean) and 0 < deviation < math.inf for mean, deviation in (*given, *self.scales))
+            for name in pairs:
+                scales = tuple((float(mean), float(deviation)) for mean, deviation in getattr(self, name))
+                object.__setattr__(self, name, scales)
+            sound = all(math.isfinite(a) and 0 < b < math.inf for name in pairs for a, b in getattr(self, name))
         except (TypeError, ValueError):
             sound = False
-        if sound:
-            object.__setattr__(self, "scales", tuple(map(tuple, self.scales)))
-            if given:
-                object.__setattr__(self, "standardize", tuple(map(tuple, given)))
-        else:
+        if not sound:
             raise UsageError(
                 f"regression: standardize={self.standardize!r}: give True, False, or mean and standard deviation of "
                 "each target, ((0.0, 1.0),)"

@@ -93,19 +93,15 @@ class Survival(Task):
 
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
+        pairs = self.record(predictions, y, outputs)
         risk, time, event = drop_infinite(predictions[:, 0]), y[:, 0].double(), y[:, 1] > 0
-        concordant = comparable = loss = 0.0
+        loss = 0.0
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
-            own = time[at, None]
-            later = (time > own) | ((time == own) & ~event)  # a patient censored at the time of an event outlives it
-            higher, equal = risk[at, None] > risk, risk[at, None] == risk
-            concordant += float((later & higher).sum()) + 0.5 * float((later & equal).sum())
-            comparable += float(later.sum())
-            at_risk = torch.where(time >= own, risk, -torch.inf)
+            at_risk = torch.where(time >= time[at, None], risk, -torch.inf)
             loss += float((at_risk.logsumexp(dim=1) - risk[at]).sum())
         return {
-            "samples": len(y), "loss_sum": max(loss, 0.0), "invalid": int(risk.isnan().sum()), "concordant": concordant,
-            "comparable": comparable,
+            "samples": len(y), "loss_sum": max(loss, 0.0), "invalid": int(risk.isnan().sum()),
+            **{name: float(pairs[name].sum()) / 2 for name in ("concordant", "comparable")},  # a pair is of two
         }  # fmt: skip
 
     @override
@@ -115,7 +111,7 @@ class Survival(Task):
         concordant, comparable = torch.zeros_like(risk), torch.zeros_like(risk)
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
             own = time[at, None]
-            later = (time > own) | ((time == own) & ~event)
+            later = (time > own) | ((time == own) & ~event)  # a patient censored at the time of an event outlives it
             right = later * ((risk[at, None] > risk) + 0.5 * (risk[at, None] == risk))
             for total, pairs in ((concordant, right), (comparable, later.double())):
                 total += pairs.sum(dim=0)

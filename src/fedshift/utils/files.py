@@ -64,7 +64,7 @@ def open_regular(path: Path) -> IO[bytes]:
 
 
 def read_text(path: Path) -> str:
-    """Return a text that a user wrote, in UTF-8 or with the byte order mark of UTF-16 or UTF-32, by which it is known.
+    """Return a user's text: UTF-8, or UTF-16 and UTF-32 with a byte order mark.
 
     Raises :class:`UsageError` naming the line of other bytes.
     """
@@ -81,7 +81,7 @@ def read_text(path: Path) -> str:
             "encoding): save it as UTF-8 (in Excel: CSV UTF-8)"
         ) from error
     if "\0" in text:
-        raise UsageError(f"{path} holds zero bytes, so it is no text, or in UTF-16 without a mark: save it as UTF-8")
+        raise UsageError(f"{path} holds zero bytes, as UTF-16 without a byte order mark does: save it as UTF-8")
     return text
 
 

@@ -173,7 +173,7 @@ REFUSED = {
     "some positions": (DEEP, groups(place(0, 0, 0), place(0, 0, 1), {}, {}), "an ImagePositionPatient for some"),
     "groups of fewer frames": (DEEP, groups(place(0, 0, 0)), "has 4 frames, and PerFrameFunctionalGroupsSequence 1"),
     "frames by detector": (DEEP, {"FrameIncrementPointer": [0x00540020, 0x00540080], "DetectorVector": [1, 1, 2, 2]},
-                           "has 4 frames by DetectorVector, which are no slices"),
+                           "has 4 frames by DetectorVector, not by slices"),
     "a slice twice": (DEEP, {"FrameIncrementPointer": 0x00540080, "SliceVector": [1, 2, 1, 2]}, "of one slice by its"),
     "frames in time": (DEEP, {"FrameIncrementPointer": 0x00181063, "FrameTime": 40}, "has 4 frames in time"),
     "a time of frames": (DEEP, {"FrameTime": 40}, "has 4 frames in time"),

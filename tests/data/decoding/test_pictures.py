@@ -83,6 +83,34 @@ def pack(values, bits):
     return np.packbits(np.unpackbits(values[..., None], axis=-1)[..., 8 - bits :].reshape(len(values), -1), axis=1)
 
 
+def paletted(index, palette):
+    image = Image.frombytes("P", index.shape[::-1], index.tobytes())
+    image.putpalette(palette.flatten().tolist())
+    return image
+
+
+def oriented(value):
+    exif = Image.Exif()
+    exif[0x0112] = value
+    return exif
+
+
+def over_white(color, alpha):
+    share = alpha[..., None] / 255
+    return color * share + 255 * (1 - share)
+
+
+TURNS = {
+    1: lambda a: a, 2: np.fliplr, 3: lambda a: np.rot90(a, 2), 4: np.flipud,
+    5: lambda a: a.swapaxes(0, 1), 6: lambda a: np.rot90(a, -1),
+    7: lambda a: np.rot90(a, 2).swapaxes(0, 1), 8: np.rot90,
+}  # fmt: skip
+"""What EXIF's orientations ask for."""
+RGBA = DRAWS.integers(0, 256, (6, 5, 4)).astype(np.uint8)
+INDEX, COLORS = DRAWS.integers(0, 4, (6, 5)).astype(np.uint8), DRAWS.integers(0, 200, (4, 3)).astype(np.uint8)
+CLEARED = np.concatenate([COLORS[:2], [[255] * 3], COLORS[3:]])
+NEUTRAL = np.stack([BYTES, np.full_like(BYTES, 128), np.full_like(BYTES, 128)], -1)
+SMOOTH = np.add.outer(np.linspace(0, 120, 16), np.linspace(0, 120, 24))[..., None] * [1, 0.8, 0.6]
 SMALL = DRAWS.integers(0, 4, (6, 8)).astype(np.uint8)
 HALVES = DRAWS.integers(0, 16, (6, 8)).astype(np.uint8)
 SIGNED = DRAWS.integers(0, 128, (6, 5)).astype(np.int8)
@@ -112,18 +140,42 @@ CASES = {
     "PNG of 16 bits": (png(DEEP.astype(">u2"), 16), "integer", DEEP),
     "PNG of 16 bits in color": (png(np.stack([DEEP] * 3, -1).astype(">u2"), 16, 2), "byte",
                                 np.stack([DEEP >> 8] * 3, -1)),
+    "PNG of 16 bits with alpha": (png(np.stack([DEEP, DEEP * 0 + 65535], -1).astype(">u2"), 16, 4), "byte", DEEP >> 8),
+    "TIFF with alpha": (tiff(np.stack([BYTES, BYTES * 0 + 255], -1), t338=(3, [1])), "byte", BYTES),
     "PNG with gamma": (png(BYTES, 8, 0, [(b"gAMA", struct.pack(">I", 100000))]), "byte", BYTES),
     "PGM of 12 bits": (text(".pgm", b"P5 5 6 4095\n" + (DEEP >> 4).astype(">u2").tobytes()), "integer",
                        np.round((DEEP >> 4) * (65535 / 4095))),
     "PGM of 16 bits": (text(".pgm", b"P5 5 6 65535\n" + DEEP.astype(">u2").tobytes()), "integer", DEEP),
     "PBM": (text(".pbm", b"P4 8 6\n" + np.packbits(SMALL > 1, axis=1).tobytes()), "byte", (SMALL < 2) * 255),
+    **{f"palette {suffix}": (pillow(suffix, paletted(INDEX, COLORS)), "byte", COLORS[INDEX])
+       for suffix in (".png", ".bmp", ".tif")},
+    "transparent entry": (pillow(".png", paletted(INDEX, COLORS), transparency=2), "byte", CLEARED[INDEX]),
+    "transparent entries": (pillow(".png", paletted(INDEX, COLORS), transparency=bytes([255, 255, 0, 255])), "byte",
+                            CLEARED[INDEX]),
+    "transparent gray": (pillow(".png", Image.fromarray(INDEX), transparency=1), "byte",
+                         np.where(INDEX == 1, 255, INDEX)),
+    "transparent color": (pillow(".png", Image.fromarray(COLORS[INDEX]), transparency=tuple(COLORS[2].tolist())),
+                          "byte", CLEARED[INDEX]),
+    "alpha": (pillow(".png", Image.fromarray(RGBA)), "byte", over_white(RGBA[..., :3], RGBA[..., 3])),
+    "gray with alpha": (pillow(".png", Image.frombytes("LA", (5, 6), RGBA[..., :2].tobytes())), "byte",
+                        over_white(RGBA[..., :1], RGBA[..., 1])[..., 0]),
+    "inks": (pillow(".tif", Image.frombytes("CMYK", (5, 6), RGBA.tobytes())), "byte",
+             (255.0 - RGBA[..., :3]) * (255.0 - RGBA[..., 3:]) / 255),
+    "luma": (pillow(".tif", Image.frombytes("YCbCr", (5, 6), NEUTRAL.tobytes())), "byte", np.stack([BYTES] * 3, -1)),
+    **{f"turned {value} {suffix}": (pillow(suffix, Image.fromarray(COLOR), exif=oriented(value)), "byte",
+                                    TURNS[value](COLOR))
+       for value in TURNS for suffix in (".png", ".tif")},
+    **{f"deep turned {value} {suffix}": (pillow(suffix, Image.fromarray(DEEP), exif=oriented(value)), "integer",
+                                         TURNS[value](DEEP)) for value in TURNS for suffix in (".png", ".tif")},
+    "turned JPEG": (pillow(".jpg", Image.fromarray(np.uint8(SMOOTH)), exif=oriented(6), quality=100, subsampling=0),
+                    "byte", np.rot90(SMOOTH, -1)),
     "BMP": (pillow(".bmp", Image.fromarray(COLOR)), "byte", COLOR),
     "GIF": (pillow(".gif", Image.fromarray(BYTES)), "byte", BYTES),
 }  # fmt: skip
 """A function that writes the file, the kind of its pixels, and their values."""
 
 
-@pytest.mark.sampled(12)
+@pytest.mark.sampled(25)
 @pytest.mark.parametrize("case", CASES)
 def test_pixels_of_each_kind_are_those_that_were_written(tmp_path, case):
     save, kind, values = CASES[case]
@@ -134,7 +186,10 @@ def test_pixels_of_each_kind_are_those_that_were_written(tmp_path, case):
     pixels, _ = decode(file, Decoding(kind=kind), channels)
     wanted = values[None] if values.ndim == 2 else values.transpose(2, 0, 1)
     assert (header.kind, header.height, header.width) == (kind, *values.shape[:2])
-    np.testing.assert_allclose(pixels, np.broadcast_to(wanted, pixels.shape), atol=1e-6)
+    rounded = 1.5 if kind == "byte" and wanted.dtype.kind == "f" else 1e-6
+    if case == "turned JPEG":
+        rounded = 4
+    np.testing.assert_allclose(pixels, np.broadcast_to(wanted, pixels.shape), atol=rounded)
 
 
 MASKS = {
@@ -169,6 +224,8 @@ def test_masks_hold_the_class_numbers_that_were_written(tmp_path, case):
         (tiff((SIGNED - np.int8(127)).astype(np.int16)), "integer", r"has values from -\d+ to -?\d+, not in 0..65535"),
         (tiff(np.float32(REAL * 255)), "real", r"has values from [\d.]+ to [\d.]+, not in 0..1"),
         (tiff(np.float32(REAL)), "mask", r"is a mask with the fraction 0\.\d+: give class numbers in 0..255"),
+        (png(np.stack([DEEP >> 4] * 3, -1).astype(">u2"), 16, 2), "byte", "has 16 bits with no value above 4095"),
+        (png(np.stack([DEEP >> 4, DEEP], -1).astype(">u2"), 16, 4), "byte", "has 16 bits with no value above 4095"),
         (tiff(BYTES), "integer", "has 8-bit pixels, not gray of more than 8 bits"),
         (tiff(REAL), "real", "or has pixels that Pillow does not read, such as floats of 64 bits"),
         (tiff(DEEP, photometric=0, order=">"), "integer", "or has pixels that Pillow does not read"),
@@ -183,8 +240,6 @@ def test_pixels_without_a_known_range_are_refused(tmp_path, save, kind, message)
 
 def test_a_header_says_that_a_picture_is_turned(tmp_path):
     for value in (1, 3, 6):
-        exif = Image.Exif()
-        exif[0x0112] = value
-        Image.fromarray(COLOR).save(tmp_path / "x.jpg", exif=exif)
+        Image.fromarray(COLOR).save(tmp_path / "x.jpg", exif=oriented(value))
         header = read_header(tmp_path / "x.jpg")
         assert (header.turned, header.height) == (value > 1, 5 if value == 6 else 6)

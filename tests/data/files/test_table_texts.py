@@ -52,6 +52,7 @@ NUMBERS = {
     "commas between thousands": (["1,234,567", "1,234", "12"], [1234567, 1234, 12]),
     "points between thousands": (["1.234,5", "7.000", "12"], [1234.5, 7000, 12]),
     "currency": (["$1,200.50", "$ 3"], [1200.5, 3]),
+    "letters": (["CHF 1'200.50", "CHF 3"], [1200.5, 3]),
     "currency after": (["1.200,50 \u20ac", "-3 \u20ac"], [1200.5, -3]),
     "percent": (["12 %", "7.5%"], [12, 7.5]),
     "unit": (["5 mg", "7.5 mg", "10mg"], [5, 7.5, 10]),
@@ -82,7 +83,7 @@ def test_numbers_in_other_forms_are_read_by_one_rule_and_said(tmp_path, form):
 CATEGORIES = [
     ["C50.1", "C61"], ["A12", "B3"], ["T1", "T2"], ["stage 1", "stage 2"], ["1.2.3", "1.2.4"], ["18-30", "31-50"],
     ["3f2504e0-4f89", "9a2504e0-4f89"], ["0x1F", "0x2A"], ["+49 30 1234", "030 99881"], ["pT1a", "pT2"], ["A+", "0-"],
-    ["1a", "2a"], ["I", "II"], ["yes", "no"], ["March", "April"],
+    ["1a", "2a"], ["I", "II"], ["yes", "no"], ["March", "April"], ["Marker 12", "Decile 10"],
 ]  # fmt: skip
 MEASURES = [
     [">5", "<3"], ["130/80", "120/70"], ["1:40", "1:80"], ["1:10", "1:20"], ["5 mg", "1 g"], ["2 years", "1 year"],
@@ -105,7 +106,8 @@ def test_codes_are_categories_and_what_may_be_measured_is_said(tmp_path, texts):
         ["2024-03", "2024-04"], ["1 Mar 2024", "2 Mar 2024"], ["15. M\u00e4rz 2024", "3. Mai 2024"], ["Mar 1, 2024"],
         ["01-Jan-20", "02-Feb-21"], ["March 2024", "April 2024"], ["2024-W05", "2024-W06"], ["2024Q1", "2024 Q2"],
         ["2024-03-01", "2024-03-02", "unknown"], ["2024-03-01T10:00", "2024-03-02T10:00"], ["12/2020", "01/2021"],
-        ["10:35", "11:20"], ["1:30:00", "1:20:00"], ["8:30 AM", "9:15 PM"], ["2024-03-01", "1.4.2024", "not seen"],
+        ["Mar 5", "3-Apr"], ["10:35", "11:20"], ["1:30:00", "1:20:00"], ["8:30 AM", "9:15 PM"],
+        ["2024-03-01", "1.4.2024", "not seen"],
     ],
     ids=str,
 )  # fmt: skip
@@ -139,7 +141,7 @@ def test_points_and_commas_that_may_mean_two_things_are_refused(tmp_path, texts,
             "tabs separate its columns, and a comma in a number is its decimal point",
         ),
         ("csv", "\t", ["4.7", "5"], [4.7, 5], "tabs separate its columns"),
-        ("csv", "|", ["4.7", "5"], [4.7, 5], "'|' separates its columns"),
+        ("csv", "|", ["4.7", "5"], [4.7, 5], "bars separate its columns"),
         ("tsv", ",", ["4.7", "5"], [4.7, 5], "commas separate its columns"),
     ],
 )

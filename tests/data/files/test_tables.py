@@ -1,6 +1,5 @@
 """Tables of one or many files: features, labels and splits against pandas, scikit-learn and NumPy."""
 
-import os
 import random
 from dataclasses import replace
 from pathlib import Path
@@ -102,14 +101,7 @@ def test_a_number_that_is_constant_in_training_is_only_centered(read):
         np.testing.assert_allclose(client.test.x[:, 1], 7, rtol=1e-6)
 
 
-def test_large_numbers_that_differ_little_keep_their_differences(read):
-    frame = patients().assign(chol=lambda f: 2.0**23 + f.index)
-    for client in read(frame, scaling="client").clients:
-        np.testing.assert_allclose(client.train.x[:, 1].double().std(correction=0), 1, rtol=1e-6)
-        np.testing.assert_allclose(client.train.x[:, 1].double().mean(), 0, atol=1e-6)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=6)
 @given(
     changed=st.lists(st.just(np.nan) | st.floats(-1e6, 1e6), min_size=18, max_size=18),
     pain=st.lists(st.sampled_from([None, "typical", "atypical", "none at all"]), min_size=18, max_size=18),
@@ -226,14 +218,6 @@ def test_all_formats_and_layouts_give_bitwise_the_same_federation(tmp_path):
     assert {data.sample_shape for data in read.values()} == {(9,)}
     assert {name: data.fingerprint for name, data in read.items()} == dict.fromkeys(read, read["csv"].fingerprint)
     assert read["parts csv"].name == "parts csv"
-
-
-@pytest.mark.parametrize("name", ["table.csv", "table.parquet"])
-def test_small_batches_give_bitwise_the_same_federation(read, monkeypatch, name):
-    frame = patients(210).assign(chol=lambda f: f["chol"].mask(f.index % 9 == 0))
-    frame["smokes"] = frame["smokes"].astype(str).where(frame.index < 190, "1")
-    whole = read(frame, name, scaling="client")
-    assert read(frame, name, scaling="client").fingerprint == whole.fingerprint
 
 
 def test_a_byte_order_mark_quotes_and_line_breaks_inside_them_are_read(tmp_path):
@@ -378,16 +362,6 @@ def test_labels_are_numbered_from_zero(read, name, values, classes, labels, name
             assert split.y.tolist() == [labels[row // 3 % 3] for row in rows]
 
 
-def test_semicolons_and_decimal_commas_mean_what_commas_and_points_do(read, tmp_path):
-    frame = patients()
-    plain = read(frame)
-    frame.to_csv(tmp_path / "german.csv", index=False, sep=";", decimal=",")
-    said = read_source(tmp_path / "german.csv", RAW)
-    assert said.fingerprint == plain.fingerprint
-    assert said.notices == (f"{tmp_path}/german.csv: semicolons separate its columns, and a comma in a number is its "
-                            "decimal point",)  # fmt: skip
-
-
 def test_ignored_columns_are_no_features_and_need_not_be_in_every_file(read, tmp_path):
     frame = patients()
     without = read(frame)
@@ -401,18 +375,6 @@ def test_ignored_columns_are_no_features_and_need_not_be_in_every_file(read, tmp
 
 
 # Splits
-
-
-def test_a_column_called_split_with_these_values_is_used_unasked(read):
-    frame = patients()
-    said = read(frame.rename(columns={"part": "split"}), split_column=None)
-    assert said.fingerprint == read(frame).fingerprint
-    assert said.notices == ("column 'split' assigns rows to training, validation and testing",)
-
-
-def test_a_column_called_split_with_other_values_is_a_feature(read):
-    frame = patients().drop(columns="part").assign(split=lambda f: np.where(f.index % 2, "train", "lane"))
-    assert read(frame, split_column=None).sample_shape == (8,)
 
 
 def test_rows_are_drawn_for_testing_as_many_of_each_class_and_the_same_in_every_run(read):
@@ -469,34 +431,6 @@ def test_a_group_may_be_of_any_type_and_is_refused_on_two_sides(read):
     oslo = frame.index[frame["site"] == "oslo"]
     frame.loc[[bonn[-1], oslo[0]], "patient"] = 5, 7
     read(frame, groups="patient")  # clients name their groups independently
-
-
-# Real data
-
-HEART = Path(os.environ.get("FEDSHIFT_DATA", "")) / "heart_disease.npz"
-
-if HEART.is_file():
-
-    def test_four_hospitals_with_what_one_never_measured(tmp_path):
-        frames = []
-        with np.load(HEART) as packed:
-            for site in ("cleveland", "hungarian", "switzerland", "va"):
-                frame = pd.DataFrame(packed[f"x_{site}"], columns=packed["feature_names"])
-                frames.append(frame.assign(hospital=site, disease=packed[f"y_{site}"] > 0))
-        table = pd.concat(frames)
-        table["chol"] = table["chol"].mask(table["chol"] == 0)  # as SOURCES.md says
-        data = read_source(
-            write(table, tmp_path / "heart.csv"), ReadOptions(client_column="hospital", target="disease")
-        ).check()
-        sizes = {client.name: len(client.train) + len(client.test) for client in data.clients}
-        assert sizes == {"cleveland": 303, "hungarian": 294, "switzerland": 123, "va": 200}
-        assert (data.sample_shape, data.class_names) == ((13,), ("False", "True"))
-        place = list(table.columns).index("chol")
-        assert not data.client("switzerland").train.x[:, place].any()
-        assert (
-            "column 'chol' has no value in the training rows of 'switzerland': it is 0 in all their rows"
-        ) in data.notices
-        assert any("cleveland 6, hungarian 782" in notice for notice in data.notices)
 
 
 def test_labels_mean_the_same_whichever_clients_are_chosen(tmp_path):

@@ -19,7 +19,7 @@ from ...utils.words import join_some
 from ..copies import MANY_NUMBERS
 from ..federation import Federation
 from ..files.grids import list_headers
-from .findings import EXAMPLES, Finding, find_fix, list_places, locate_sample, make_finding
+from .findings import EXAMPLES, Finding, find_fix, list_places, make_finding
 from .survey import SplitSurvey
 
 SHOWN_PAIRS = 20
@@ -93,10 +93,8 @@ def judge_duplicates(data: Federation, surveys: Sequence[SplitSurvey]) -> Iterat
         pairs = found.drop_duplicates(keys).merge(second, on=keys)[["index_x", "index_y"]].to_numpy()
         counts = np.bincount((others if kind == "repeats" else found)["part"], minlength=len(parts))
         shares = {part: part.share(count) for part, count in zip(parts, counts, strict=True) if count}
-        located = [
-            tuple(locate_sample(parts[part_of[at]], int(row_of[at])) for at in pair) for pair in pairs[:SHOWN_PAIRS]
-        ]
-        files = tuple(pair for pair in located if len({place.file for place in pair}) > 1)
+        located = [tuple(parts[part_of[at]].locate(row_of[at]) for at in pair) for pair in pairs[:SHOWN_PAIRS]]
+        files = tuple(pair for pair in located if len(set(pair)) > 1) if any(part.files for part in parts) else ()
         examples = files or tuple(located[:EXAMPLES])
         doubtful = {"severity": "warning", "fix": find_fix(kind)[1] + _DOUBT}
         copied = {"severity": "error", "fix": COPIED} if files and masked and kind in ("repeats", "shared") else {}

@@ -22,7 +22,7 @@ from ...utils.words import join_some
 from ..agreement import FRACTIONS, SIGNED, name_scales
 from ..federation import Federation
 from ..identity import describe_alike, group_alike
-from .findings import Finding, list_places, list_rows, locate_sample, make_finding
+from .findings import Finding, list_places, list_rows, make_finding
 from .number_faults import format_features
 from .survey import SplitSurvey
 
@@ -53,7 +53,7 @@ def judge_values(surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterat
     """Find samples with NaN or infinite values, and images of a single color."""
     for part in surveys:
         for row, why in part.unread.items():
-            yield make_finding("unread", f"{why}.", [part], samples=1, examples=((locate_sample(part, row),),))
+            yield make_finding("unread", f"{why}.", [part], samples=1, examples=((part.locate(row),),))
     broken = {part: part.broken for part in surveys}
     faulty = [part for part in surveys if len(part.shape) == 1 and part.broken_features.any()]
     where = ""
@@ -75,7 +75,7 @@ def judge_ranges(data: Federation) -> Iterator[Finding]:
 
 
 def judge_names(data: Federation) -> Iterator[Finding]:
-    """Find classes, and a column's categories, whose names are alike."""
+    """Find classes, and a column's categories, with alike names."""
     if group_alike(data.class_names):
         yield make_finding("class-names", f"{describe_alike('Classes', data.class_names)}.")
     for column in data.columns:

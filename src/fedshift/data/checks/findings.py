@@ -75,28 +75,11 @@ difference between clients.
 
 
 @dataclass(frozen=True, kw_only=True)
-class SampleLocation:
-    """Client, split and ``row`` (counted from 0) of a sample, with its label and its file where it has them."""
-
-    client: str
-    split: str
-    row: int
-    label: int | None
-    file: str = ""
-
-    def __str__(self) -> str:
-        if self.file:
-            return f"{self.file} ({self.split})"
-        labeled = "" if self.label is None else f" (label {self.label})"
-        return f"{self.client} {self.split} row {self.row}{labeled}"
-
-
-@dataclass(frozen=True, kw_only=True)
 class Finding:
     """One fault: ``text`` is a sentence on what is wrong and where, and ``fix`` on what to do about it.
 
     ``kind`` is a key in :data:`FIXES`; ``clients`` are all affected clients; ``samples`` is the number of affected
-    samples (0 if the fault does not concern samples); ``examples`` are the locations of a few samples, with equal
+    samples (0 if the fault does not concern samples); ``examples`` name the places of a few samples, with equal
     samples in one tuple.
     """
 
@@ -106,7 +89,7 @@ class Finding:
     fix: str
     clients: tuple[str, ...]
     samples: int = 0
-    examples: tuple[tuple[SampleLocation, ...], ...] = ()
+    examples: tuple[tuple[str, ...], ...] = ()
 
 
 def find_fix(kind: str) -> tuple[Severity, str]:
@@ -135,13 +118,6 @@ def list_places(
 def list_rows(kind: str, what: str, rows: Mapping[SplitSurvey, Sequence[int] | NDArray[np.int64]]) -> Iterator[Finding]:
     """Yield a finding that counts these rows of each split, the first row as an example; nothing without rows."""
     rows = {part: some for part, some in rows.items() if len(some)}
-    examples = tuple((locate_sample(part, int(some[0])),) for part, some in rows.items())
+    examples = tuple((part.locate(int(some[0])),) for part, some in rows.items())
     shares = {part: part.share(len(some)) for part, some in rows.items()}
     yield from list_places(kind, what, shares, samples=sum(map(len, rows.values())), examples=examples[:EXAMPLES])
-
-
-def locate_sample(part: SplitSurvey, row: int) -> SampleLocation:
-    """Return where the sample in ``row`` of a split is."""
-    file = part.files[row] if part.files else ""
-    label = int(part.labels[row]) if part.labeled else None
-    return SampleLocation(client=part.client, split=part.split, row=row, label=label, file=file)

@@ -55,7 +55,7 @@ def _comparable_splits(surveys: Sequence[SplitSurvey], samples: int) -> list[Spl
 
 
 def judge_features(data: Federation, surveys: Sequence[SplitSurvey], names: Sequence[str]) -> Iterator[Finding]:
-    """Find features that are constant, large, or measured in different units, of which the first sign is enough."""
+    """Find features that are constant, large, or measured in different units."""
     scales = list(judge_scale(surveys, names))
     yield from (*judge_constant(surveys, names), *scales)
     if not any(each.kind == "units" for each in scales):

@@ -91,7 +91,7 @@ def find_errors(data: Federation) -> tuple[str, ...]:
 
 
 def find_copies(data: Federation) -> dict[str, list[str]]:
-    """Return what is said of copies at the start of a run by severity; of samples that may be equal by chance, also."""
+    """Return sentences on copies for the start of a run: errors, and warnings of test samples in training data."""
 
     def find() -> dict[str, list[str]]:
         found = list(judge_duplicates(data, survey_splits(data, statistics=False)))

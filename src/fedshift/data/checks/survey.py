@@ -2,8 +2,7 @@
 
 A sample is identified by the BLAKE2b digest of its bytes (RFC 7693), 128 bits: the probability that two of a million
 different samples share a digest is below 1e-26. A row of a table is identified by its values before they are filled and
-scaled, which each client does by its own rows. Means and variances of chunks are combined by equation 2.1 of Chan,
-Golub and LeVeque (1979), "Updating formulae and a pairwise algorithm for computing sample variances".
+scaled, which each client does by its own rows.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from ..federation import Federation
 from ..preparation import FeatureScaling
 from ..samples import Samples, digest_each
 from ..stores import LazyStore
+from ..usual_values import UsualValues
 
 NUMBERS_AT_ONCE = 2**21
 """Numbers read at a time."""
@@ -81,6 +81,13 @@ class SplitSurvey:
         """Format a number of ``samples`` as a share of this split."""
         return f"{self.where} {samples:,} of {len(self.labels):,}"
 
+    def locate(self, row: int) -> str:
+        """Return the place of a sample: its file, or client, split, row (counted from 0) and label."""
+        if self.files:
+            return f"{self.files[row]} ({self.split})"
+        labeled = f" (label {self.labels[row]})" if self.labeled else ""
+        return f"{self.client} {self.split} row {row}{labeled}"
+
     def counts(self, classes: int) -> Ints:
         """Count the samples of each class, ``[classes]``, ignoring labels out of range."""
         return np.bincount(self.labels[(self.labels >= 0) & (self.labels < classes)], minlength=classes)
@@ -136,48 +143,45 @@ def _read_piece(split: Samples, start: int, count: int) -> tuple[NDArray[Any], N
 
 def _survey_split(split: Samples, statistics: bool) -> SplitSurvey:
     """Survey ``split``, leaving the names empty; ``statistics`` as in :func:`survey_splits`."""
-    features = split.shape[0]
-    low, high = np.full(features, np.inf), np.full(features, -np.inf)
-    mean, squares, count = np.zeros(features), np.zeros(features), 0
+    features, unread = split.shape[0], dict[int, str]()
+    none = np.full(features, np.nan)
     digests, broken, blank = [np.empty((0, 2), np.uint64)], [np.empty(0, np.int64)], [np.empty(0, np.int64)]
+    lows, highs, usual, counts = [np.full(features, np.inf)], [np.full(features, -np.inf)], list[UsualValues](), [0]
     broken_features = np.zeros(features, bool)
-    unread: dict[int, str] = {}
     for start, x, named in _read_pieces(split, unread):
         digests.append(named)
         if x is None:
             continue
         x_nFP = x.reshape(len(x), features, -1)
-        whole = np.isfinite(x_nFP).all(axis=(1, 2)) if x.dtype.kind == "f" else np.ones(len(x), bool)
+        finite_nF = np.isfinite(x_nFP).all(axis=2) if x.dtype.kind == "f" else np.ones((len(x), features), bool)
+        whole, broken_features = finite_nF.all(axis=1), broken_features | ~finite_nF.all(axis=0)
         broken.append(start + np.flatnonzero(~whole))
-        broken_features |= ~np.isfinite(x_nFP[~whole]).all(axis=(0, 2))
-        rows, x_nFP = start + np.flatnonzero(whole), x_nFP if whole.all() else x_nFP[whole]
-        if not len(rows):
+        if not whole.any():
             continue
+        x_nFP = x_nFP if whole.all() else x_nFP[whole]
         low_nF, high_nF = x_nFP.min(axis=2), x_nFP.max(axis=2)
         if x.ndim > 2:
-            blank.append(rows[(low_nF == high_nF).all(axis=1)])
-        low, high = np.minimum(low, low_nF.min(axis=0)), np.maximum(high, high_nF.max(axis=0))
-        if not statistics:
-            continue
-        x_nFP, more = x_nFP.astype(np.float64), len(rows) * x_nFP.shape[2]
-        shift = x_nFP.mean(axis=(0, 2)) - mean
-        x_nFP -= (mean + shift)[:, None]
-        squares += np.einsum("nfp,nfp->f", x_nFP, x_nFP) + shift**2 * count * more / (count + more)
-        mean, count = mean + shift * more / (count + more), count + more
-    y, known = split.y.cpu().numpy(), np.concatenate(digests)
-    # The class, or the first bytes of a digest for masks and numbers.
-    if y.ndim == 1:
-        labels = y.astype(np.int64)
-    else:
-        cases, places = [y], split.rows.tolist()
-        if split.patches:  # without the padding, which differs between clients
-            cases = [split.patches.crop(split.y[n], row)[None].cpu().numpy() for n, row in enumerate(places)]
-        labels = np.concatenate([digest_each(np.ascontiguousarray(each)) for each in cases])[:, 0].view(np.int64)
+            blank.append(start + np.flatnonzero(whole)[(low_nF == high_nF).all(axis=1)])
+        lows, highs = [*lows, low_nF.min(axis=0)], [*highs, high_nF.max(axis=0)]
+        if statistics:
+            usual, counts = [*usual, UsualValues.measure(x_nFP)], [*counts, len(x_nFP)]
+    known, labels = np.concatenate(digests), _number_targets(split)
+    whole_split = UsualValues.pool(usual, counts[1:]) if usual else UsualValues(mean=none, std=none)
     return SplitSurvey(
         client="", split="", shape=split.shape, dtype=str(split.dtype).removeprefix("torch."), labels=labels,
         labeled=split.y.ndim == 1, digests=known, broken=np.concatenate(broken), unread=unread,
-        broken_features=broken_features, blank=np.concatenate(blank), low=low, high=high,
-        mean=mean if count else np.full(features, np.nan),
-        std=np.sqrt(squares / count) if count else np.full(features, np.nan),
+        broken_features=broken_features, blank=np.concatenate(blank), low=np.min(lows, axis=0),
+        high=np.max(highs, axis=0), mean=whole_split.mean, std=whole_split.std,
         content=blake2b(known.tobytes() + labels.tobytes(), digest_size=16).digest(),
     )  # fmt: skip
+
+
+def _number_targets(split: Samples) -> Ints:
+    """Return the classes of samples, or the first bytes of a digest of each mask or of its numbers, ``[N]``."""
+    if split.y.ndim == 1:
+        return split.y.cpu().numpy().astype(np.int64)
+    cases = [split.y.cpu().numpy()]
+    if split.patches:  # without the padding, which differs between clients
+        places = enumerate(split.rows.tolist())
+        cases = [split.patches.crop(split.y[number], row)[None].cpu().numpy() for number, row in places]
+    return np.concatenate([digest_each(np.ascontiguousarray(case)) for case in cases])[:, 0].view(np.int64)

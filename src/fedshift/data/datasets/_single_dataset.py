@@ -95,7 +95,7 @@ IDX_FILES = [
     (f"{end}-ubyte", f"{end}-ubyte.gz")
     for end in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
 ]
-"""MNIST's four files. Fashion-MNIST's and Morpho-MNIST's have the same names, so only a directory tells which."""
+"""MNIST's four files. Fashion-MNIST's and Morpho-MNIST's have the same names, which only a directory distinguishes."""
 
 
 def read_idx_files(x_train: Path, y_train: Path, x_test: Path, y_test: Path) -> TrainAndTest:

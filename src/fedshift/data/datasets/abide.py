@@ -117,13 +117,10 @@ def abide(
             )
     what = "subjects" if window is None else f"windows of {window} frames"
     return Federation(
-        name="abide",
-        clients=tuple(clients),
-        classes=2,
-        note=f"ABIDE I, {what}, correlations of {_REGIONS - 1} regions",
-        class_names=("control", "autism"),
+        name="abide", clients=tuple(clients), classes=2,
+        note=f"ABIDE I, {what}, correlations of {_REGIONS - 1} regions", class_names=("control", "autism"),
         notices=tuple(notices),
-    )
+    )  # fmt: skip
 
 
 def _read_packed(file: Path, sites: Sequence[str]) -> dict[str, list[_Subject]]:
@@ -137,8 +134,8 @@ def _read_packed(file: Path, sites: Sequence[str]) -> dict[str, list[_Subject]]:
             raise unknown_name("site", site, names)
         rows = np.flatnonzero(arrays["site"] == names.index(site))
         x = arrays["connectome"][rows][:, None, kept].astype(np.float32)
-        facts = (arrays[name][rows].tolist() for name in ("y", "n_frames", "dead_rois"))
-        found[site] = [_Subject(*map(int, numbers), values=own) for *numbers, own in zip(*facts, x, strict=True)]
+        facts = (arrays[name][rows].astype(int).tolist() for name in ("y", "n_frames", "dead_rois"))
+        found[site] = [_Subject(*subject) for subject in zip(*facts, x, strict=True)]
     return found
 
 

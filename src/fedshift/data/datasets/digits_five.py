@@ -13,14 +13,12 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import torch
 from sklearn.model_selection import StratifiedShuffleSplit
 
 from ...utils.errors import UsageError
-from ...utils.random_streams import stream
 from ..federation import ClientData, Federation
 from ..formats import read_pickle
 from ..samples import Samples, join_samples, to_samples
@@ -71,7 +69,6 @@ def digits_five(
     *,
     domains: Sequence[str] = tuple(_SOURCES),
     samples: int | None = 7438,
-    split: Literal["paper", "official"] = "paper",
     seed: int = 0,
 ) -> Federation:
     """Load Digits-Five, one client for each of ``domains``.
@@ -79,11 +76,9 @@ def digits_five(
     Args:
         root: Directory of the data.
         domains: Names of the clients.
-        samples: Number of training images per client: the first in the paper's order (743 are the authors' part 0), or
-            a stratified draw from the official training set; None: all.
-        split: ``paper``: the authors' partitions if present, otherwise a draw from the pooled files (``seed`` 0: the
-            authors' draw); or each source's ``official`` split.
-        seed: Seed of the draws.
+        samples: Number of training images per client, the first in the paper's order (743 are the authors' part 0);
+            None: all.
+        seed: Seed of the draw from the pooled files, if the authors' partitions are not present; 0: the authors' draw.
 
     Returns:
         Clients with uint8 images in the sources' sizes (gray 28 x 28, ...), which :meth:`Federation.fit_images`
@@ -94,7 +89,6 @@ def digits_five(
 
     """
     require_choices("domains", domains, _SOURCES)
-    require_choices("split", [split], ("paper", "official"))
     homes = {domain: home for domain in domains if (home := _find_home(domain, root))}
     missing = [domain for domain in domains if domain not in homes]
     if missing:
@@ -105,14 +99,12 @@ def digits_five(
         )
     clients = []
     for domain, home in homes.items():
-        own = _find_partitions(domain, home) if split == "paper" else None
-        if own:
+        if own := _find_partitions(domain, home):
             train = join_samples([_read_partition(own / name) for name in _PARTITIONS])
             test = _read_partition(own / "test.pkl")
         else:
-            client = _SOURCES[domain][2](home).clients[0]
-            train, test = client.train, client.test
-            train, test = _split_as_paper(train, test, seed) if split == "paper" else (_mix(train, domain, seed), test)
+            (client,) = _SOURCES[domain][2](home).clients
+            train, test = _split_as_paper(client.train, client.test, seed)
         clients.append(ClientData(name=domain, train=_take_first(train, samples, domain), test=test))
     note = f"Digits of {len(clients)} sources, {'all' if samples is None else samples} training images each"
     return Federation(name="digits-five", clients=tuple(clients), classes=10, note=note, class_names=DIGITS)
@@ -141,17 +133,6 @@ def _pool(first: Samples, second: Samples, index: torch.Tensor) -> torch.Tensor:
     x[of_first] = first.copy_rows(index[of_first])
     x[~of_first] = second.copy_rows(index[~of_first] - len(first))
     return x
-
-
-def _mix(split: Samples, domain: str, seed: int) -> Samples:
-    """Order samples so that every prefix has the classes in proportion."""
-    shuffled = stream(seed, "digits-five", domain).permutation(len(split))
-    y = split.y.numpy()[shuffled]
-    place = np.empty(len(y))
-    for label in np.unique(y):
-        own = np.flatnonzero(y == label)
-        place[own] = (np.arange(len(own)) + 0.5) / len(own)
-    return split.take(torch.from_numpy(shuffled[np.argsort(place, kind="stable")]))
 
 
 def _take_first(train: Samples, samples: int | None, domain: str) -> Samples:

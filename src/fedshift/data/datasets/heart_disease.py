@@ -95,14 +95,10 @@ def heart_disease(root: Path, *, test_fraction: float = 0.34, seed: int = 0) -> 
         }
         clients.append(ClientData.from_splits(client, parts))
     return Federation(
-        name="heart-disease",
-        clients=tuple(clients),
-        classes=2,
+        name="heart-disease", clients=tuple(clients), classes=2,
         note=f"UCI Heart Disease, {len(_NAMES)} columns, patients of four hospitals",
-        class_names=("no disease", "disease"),
-        notices=tuple(notices),
-        columns=columns,
-    )
+        class_names=("no disease", "disease"), notices=tuple(notices), columns=columns,
+    )  # fmt: skip
 
 
 def fed_heart_disease(root: Path) -> Federation:
@@ -135,13 +131,10 @@ def fed_heart_disease(root: Path) -> Federation:
         rows = {"train": np.asarray(train), "test": np.asarray(test)}
         clients.append(ClientData.from_rows(client, torch.from_numpy(x), torch.from_numpy(y[:, None]).float(), rows))
     return Federation(
-        name="fed-heart-disease",
-        clients=tuple(clients),
-        classes=1,
-        note="UCI Heart Disease, 13 features, patients of four hospitals, FLamby's split",
-        class_names=("disease",),
+        name="fed-heart-disease", clients=tuple(clients), classes=1,
+        note="UCI Heart Disease, 13 features, patients of four hospitals, FLamby's split", class_names=("disease",),
         task=Multilabel(),
-    )
+    )  # fmt: skip
 
 
 def _read_flambys_rows(root: Path) -> pd.DataFrame:

@@ -149,8 +149,8 @@ def _read_cifar(*files: Path) -> TrainAndTest:
     batches: dict[str, tuple[Bytes, list[int]]] = {}
     if len(files) > 1:
         for file in files:
-            with file.open("rb") as content:
-                batches[file.name] = _read_cifar_batch(content, file)
+            with file.open("rb") as batch:
+                batches[file.name] = _read_cifar_batch(batch, file)
     else:
         with explain_errors(files[0], "CIFAR-10's archive"), tarfile.open(files[0]) as members:
             for member in members:  # in the archive's order, because going back would decompress it again

@@ -66,10 +66,6 @@ def tcga_brca(root: Path) -> Federation:
         rows = {part: np.flatnonzero(fold == f"{part}_{number}") for part in ("train", "test")}
         clients.append(ClientData.from_rows(name, torch.from_numpy(x), torch.from_numpy(y), rows))
     return Federation(
-        name="tcga-brca",
-        clients=tuple(clients),
-        classes=1,
-        class_names=("death",),
-        note="TCGA-BRCA, 39 clinical features, patients of six regions, FLamby's folds",
-        task=Survival(),
-    )
+        name="tcga-brca", clients=tuple(clients), classes=1, class_names=("death",),
+        note="TCGA-BRCA, 39 clinical features, patients of six regions, FLamby's folds", task=Survival(),
+    )  # fmt: skip

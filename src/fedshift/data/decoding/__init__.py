@@ -35,7 +35,7 @@ class Decoding:
             ``signal``, a recording; ``array``, no files.
         window: Values that become -1 and 1, clipped beyond; None: each medical image's own
             (:mod:`~fedshift.data.decoding.ranges`).
-        spacing: Millimeters to which a medical image is resampled, along slices, rows and columns; empty: it is not.
+        spacing: Millimeters between voxels after resampling, along slices, rows and columns; empty: it is not.
         leads: Names of the leads of a recording, in the order of the channels.
         units: Unit of each lead, as in its file; ``mv`` for voltages. Empty: not known.
         rate: Samples in a second of a recording; 0: not known.
@@ -63,13 +63,13 @@ def decode(
     """Return the values of ``file``, ``[C, *axes]``, before :meth:`Decoding.rescale`, and its levels of gray.
 
     Args:
-        file: A file, a folder of DICOM slices, or an open picture, which stays as it is.
+        file: A file, a folder of DICOM slices, or an open picture, which is not changed.
         how: The kind and meaning of its values.
-        channels: Channels of a picture, 1 or 3; others have those of their file.
-        size: Size to which a picture, or a volume without a spacing, is resized; empty: it keeps its own.
+        channels: Channels of a picture, 1 or 3; other files keep their channels.
+        size: Size of a picture, or of a volume without a spacing, after resizing; empty: no resizing.
 
     Raises:
-        Unreadable: The file is damaged, or holds other values than ``how`` says.
+        Unreadable: The file is damaged, or holds values unlike ``how``.
         UsageError: The file may be intact, but cannot be read now.
 
     """

@@ -4,7 +4,7 @@ The slices of a series lie at ImagePositionPatient, in the plane of ImageOrienta
 rows and between columns (DICOM PS3.3, C.7.6.2, equation C.7.6.2.1-1). They are sorted, and their distance is measured,
 along the normal of that plane: names, InstanceNumber and SliceThickness may say otherwise. DICOM's axes point to the
 patient's left, back and head (LPS), NIfTI's to the right, front and head (RAS). The frames of one file are sorted
-along the normal, too, where it says their positions.
+along the normal, too, if it has their positions.
 
 Stored numbers become values, frame by frame, by a palette (C.7.6.3.1.5), a Modality LUT, or slope and intercept
 (C.11.1), of the frame's functional groups or of the file; without these by a Real World Value Mapping (C.7.6.16.2.11)
@@ -50,7 +50,7 @@ _NO_IMAGES = {
 }
 _IN_TIME = {"FrameTime", "FrameTimeVector"}
 _SLICES = {"SliceVector", "GridFrameOffsetVector"}
-"""Attributes by which frames may follow each other as slices of a volume."""
+"""Attributes that order frames as slices of a volume."""
 _PHOTOMETRIC = {
     1: {"MONOCHROME1", "MONOCHROME2", "PALETTE COLOR"},
     3: {"RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT"},
@@ -144,7 +144,7 @@ def _refuse_other_frames(found: Any, frames: int) -> None:
     for name in names - _SLICES:
         values = found.get(name)
         if not isinstance(values, Sequence) or len(set(values)) > 1:
-            raise Unreadable(f"has {frames} frames by {name}, which are no slices: write each volume to its own file")
+            raise Unreadable(f"has {frames} frames by {name}, not by slices: write each volume to its own file")
 
 
 def find_attribute(found: Any, name: str, frame: int = 0) -> Any:
@@ -236,7 +236,7 @@ def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
 
 
 def holds_hounsfield(found: Any) -> bool:
-    """Return whether a data set's values are Hounsfield units, as those of CT are unless it says otherwise."""
+    """Return whether a data set's values are Hounsfield units: those in CT without another RescaleType."""
     inverted = found.get("PhotometricInterpretation") == "MONOCHROME1"
     return found.get("Modality") == "CT" and find_attribute(found, "RescaleType") in (None, "", "HU") and not inverted
 

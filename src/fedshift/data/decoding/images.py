@@ -40,7 +40,9 @@ DEPTHS = {"byte": "8-bit pixels", "integer": "gray of more than 8 bits", "real":
 ROUNDED = 0.01
 """Largest distance of a mask's value from a class number that is rounding, as by a float slope of a NIfTI file."""
 _FORMATS = ("PNG", "JPEG", "TIFF", "BMP", "GIF", "PPM")
-_GRAY = ("1", "L", "LA")
+_GRAY = ("1", "L", "LA", "La")
+_DARK = 16
+"""Largest value of the upper 8 of 16 bits below which these hold fewer bits in truth, which would look black."""
 _SWAPPED = range(5, 9)  # orientations that swap height and width
 _ORIENTED = frozenset({"exif", "Raw profile type exif", "xmp", "XML:com.adobe.xmp"})
 _FILTERS = threading.Lock()
@@ -85,7 +87,7 @@ def explain_unreadable(file: Path, kind: str = "") -> Iterator[None]:
 class Header:
     """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels.
 
-    ``turned``: whether the file says that its pixels are to be turned or mirrored.
+    ``turned``: whether a tag of the file asks to turn or mirror its pixels.
     """
 
     kind: Kind
@@ -139,11 +141,11 @@ def decode_image(
     """Return the pixels of ``file`` upright, ``[channels, H, W]``, and the levels of gray before it is resized.
 
     Args:
-        file: The file, or an open picture, which stays as it is.
+        file: The file, or an open picture, which is not changed.
         kind: ``byte`` and ``mask`` give uint8; ``integer`` and ``real`` give float32 with the file's own values, which
             must be in 0..65535 and [0, 1].
         channels: 1 or 3; gray is repeated.
-        size: ``(H, W)`` to resize to; empty: the picture's own.
+        size: ``(H, W)`` to resize to; empty: no resizing.
 
     Raises:
         Unreadable: The file is damaged, or of another kind.
@@ -153,9 +155,11 @@ def decode_image(
         stored = find_kind(image)
         if kind not in ("mask", stored):
             raise Unreadable(f"has {DEPTHS[stored]}, not {DEPTHS[kind]}")
-        restore = _find_stored_numbers(image, kind)
+        restore, reduced = _find_stored_numbers(image, kind), ";16" in _find_encoding(image)
         ImageOps.exif_transpose(image, in_place=True)
         if kind == "byte":
+            if reduced and np.asarray(image.convert("RGB")).max() < _DARK:
+                raise Unreadable("has 16 bits with no value above 4095, and the upper 8 bits are read: make it 8 bits")
             plain = _to_bytes(image, channels)
         else:
             plain = _to_classes(image, restore) if kind == "mask" else _to_values(image, restore)
@@ -183,7 +187,7 @@ def to_classes(values: NDArray[Any]) -> NDArray[np.uint8]:
 
 @contextmanager
 def _open_image(file: Path) -> Iterator[Image.Image]:
-    """Open an image lazily; errors are those of :func:`explain_unreadable`."""
+    """Open an image lazily, with the errors of :func:`explain_unreadable`."""
     with explain_unreadable(file):
         try:
             # not by name: Pillow would memory-map plain gray TIFFs and rotate orientations 5 to 8 wrongly
@@ -203,8 +207,15 @@ def _is_signed(image: Image.Image) -> bool:
     return image.mode == "L" and getattr(image, "tag_v2", {}).get(Base.SampleFormat) == (2,)
 
 
+def _find_encoding(image: Image.Image) -> str:
+    """Return Pillow's name of how the pixels of a file are stored, such as L;4; empty: not known."""
+    tile = getattr(image, "tile", None)
+    args = tile[0].args if tile else ""
+    return str(args[0] if isinstance(args, tuple) else args)
+
+
 def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[Any]], NDArray[Any]]:
-    """Return the function from Pillow's numbers to those of the file, in which a larger gray value is brighter.
+    """Return the function from Pillow's numbers to the file's, as brightness where these are gray.
 
     Pillow expands 2 and 4 bits, and values of PGM files, to 8 or 16 bits, which would change class numbers, and does
     not invert TIFF files of more than 8 bits in which 0 is white.
@@ -215,17 +226,17 @@ def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[An
     if kind != "mask":
         top = 1 if image.mode == "F" else 2 ** tags.get(Base.BitsPerSample, (16,))[0] - 1
         return (lambda x: top - x) if tags.get(Base.PhotometricInterpretation) == 0 else np.asarray
-    encoding = tile[0].args if tile else ""
-    name, most = encoding if isinstance(encoding, tuple) and image.format == "PPM" else (encoding, 0)
-    name = name[0] if isinstance(name, tuple) else name
-    if image.mode == "L" and str(name)[:3] in ("L;2", "L;4"):
-        most = 2 ** int(name[2]) - 1
+    most = tile[0].args[1] if tile and image.format == "PPM" and isinstance(tile[0].args, tuple) else 0
+    encoding = _find_encoding(image)
+    if encoding[:3] in ("L;2", "L;4"):
+        most = 2 ** int(encoding[2]) - 1
     full = 65535 if image.mode.startswith("I") else 255
     return lambda x: np.round(x * (most / full)).astype(x.dtype) if most else x
 
 
 def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
     """Return the image in mode L or RGB, composited over white."""
+    image = image.convert("LA") if image.mode == "La" else image
     if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA", "RGBa"):
         over = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)

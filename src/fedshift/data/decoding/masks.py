@@ -16,14 +16,13 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image
 
-from .dicom import NIFTI, Series, read_series
+from .dicom import NIFTI, read_series
 from .volumes import read_volume_header
 
 _GEOMETRY = (
     "dim_info", "pixdim", "xyzt_units", "qform_code", "sform_code", "quatern_b", "quatern_c", "quatern_d", "qoffset_x",
     "qoffset_y", "qoffset_z", "srow_x", "srow_y", "srow_z",
 )  # fmt: skip
-_MILLIMETERS = 2
 _SCANNER = 1
 
 
@@ -54,36 +53,34 @@ def place_mask(classes: NDArray[np.uint8], image: Path) -> NDArray[np.uint8]:
 
 def _make_nifti(classes: NDArray[np.uint8], image: Path) -> Any:
     """Return the mask of ``image`` as a NIfTI image; None: it is a picture."""
+    nibabel = import_module("nibabel") if image.is_dir() or classes.ndim == 3 or _is_nifti(image) else None
+    if nibabel is None:
+        return None
+    if _is_nifti(image):
+        source = nibabel.load(image)
+        header = type(source.header)()
+        for name in _GEOMETRY:
+            header[name] = source.header[name]
+        header.set_data_dtype(np.uint8)
+        shape = source.shape[:3]
+        stored = _turn_back(classes, (*shape, *(1,) * (3 - len(shape))), source.header.get_best_affine())
+        return type(source)(stored.reshape(shape), None, header)
     if image.is_dir():
-        return _to_series(classes, read_series(image))
-    if image.name.lower().endswith(NIFTI):
-        return _to_nifti(classes, image)
-    return _stack(classes, read_volume_header(image).spacing) if classes.ndim == 3 else None
-
-
-def _to_nifti(classes: NDArray[np.uint8], image: Path) -> Any:
-    """Return a NIfTI image on the grid of ``image``."""
-    nibabel = import_module("nibabel")
-    given = nibabel.load(image)
-    shape = given.shape[:3]
-    places = (*shape, *(1,) * (3 - len(shape)))
-    stored = _turn_back(classes, places, given.header.get_best_affine()).reshape(shape)
-    header = type(given.header)()
-    for name in _GEOMETRY:
-        header[name] = given.header[name]
-    header.set_data_dtype(np.uint8)
-    return type(given)(np.ascontiguousarray(stored), None, header)
-
-
-def _to_series(classes: NDArray[np.uint8], series: Series) -> Any:
-    """Return a NIfTI image on the grid of a folder of slices: columns, rows, slices."""
-    nibabel = import_module("nibabel")
-    stored = _turn_back(classes, series.shape, series.affine)
-    made = nibabel.Nifti1Image(np.ascontiguousarray(stored), series.affine)
-    made.set_sform(series.affine, _SCANNER)
-    made.set_qform(series.affine, _SCANNER)
-    made.header.set_xyzt_units("mm")
+        series = read_series(image)
+        made = nibabel.Nifti1Image(_turn_back(classes, series.shape, series.affine), series.affine)
+        made.set_sform(series.affine, _SCANNER)
+        made.set_qform(series.affine, _SCANNER)
+        made.header.set_xyzt_units("mm")
+        return made
+    made = nibabel.Nifti1Image(np.ascontiguousarray(classes.transpose(2, 1, 0)), None)
+    if spacing := read_volume_header(image).spacing:
+        made.header.set_zooms(spacing[::-1])
+        made.header.set_xyzt_units("mm")
     return made
+
+
+def _is_nifti(image: Path) -> bool:
+    return image.name.lower().endswith(NIFTI)
 
 
 def _turn_back(classes: NDArray[np.uint8], places: tuple[int, ...], affine: NDArray[np.float64]) -> NDArray[np.uint8]:
@@ -93,17 +90,4 @@ def _turn_back(classes: NDArray[np.uint8], places: tuple[int, ...], affine: NDAr
     order = np.argsort(turned[:, 0])[::-1]
     straight = classes.reshape([places[axis] for axis in order]).transpose(2, 1, 0)
     back = orientations.ornt_transform(np.array([[0, 1], [1, 1], [2, 1]]), turned)
-    stored: NDArray[np.uint8] = orientations.apply_orientation(straight, back)
-    return stored
-
-
-def _stack(classes: NDArray[np.uint8], spacing: tuple[float, ...]) -> Any:
-    """Return slices ``[D, H, W]`` as a NIfTI image without a position; ``spacing``: in millimeters, if known."""
-    nibabel = import_module("nibabel")
-    header = nibabel.Nifti1Header()
-    header.set_data_dtype(np.uint8)
-    header["dim"][:4] = (3, *classes.shape[::-1])
-    if spacing:
-        header["pixdim"][1:4] = spacing[::-1]
-        header["xyzt_units"] = _MILLIMETERS
-    return nibabel.Nifti1Image(np.ascontiguousarray(classes.transpose(2, 1, 0)), None, header)
+    return np.ascontiguousarray(orientations.apply_orientation(straight, back))

@@ -6,8 +6,8 @@
   images of their :data:`PERCENTILES`, since equal values mean equal tissue.
 - Other medical images: :data:`PERCENTILES` of each channel of each image, since MRI, ultrasound and nuclear medicine
   have no common unit (as nnU-Net does, Isensee et al. 2021, doi:10.1038/s41592-020-01008-z, for all but CT). Where one
-  value fills more than :data:`SPARSE` of a channel, such as 0 around a few lesions, they are those of all other voxels,
-  widened to that value.
+  value fills more than :data:`SPARSE` of a channel, such as 0 around a few lesions, all other voxels count, and the
+  range includes that value.
 - A window in the settings replaces all of these. Clients that join others, and exported models, use the others' range.
 
 A hot pixel, an empty image or a small share of voxels thus changes neither the range of others nor makes its own empty.
@@ -16,14 +16,14 @@ A hot pixel, an empty image or a small share of voxels thus changes neither the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from ...utils.errors import Ref, UsageError
-from ...utils.words import Information
+from ...utils.words import Information, join_some
 
 Window = tuple[float, float]
 """Values that become -1 and 1."""
@@ -65,24 +65,34 @@ def count_levels(gray: NDArray[Any]) -> Levels:
     return tuple(int(np.count_nonzero(gray > top)) for top in _TOPS)
 
 
-def choose_gray(levels: Iterable[Levels]) -> tuple[Window, int]:
-    """Return the range of gray, and how many pixels are above it, from :func:`count_levels` of all training images."""
+def choose_gray(levels: Mapping[str, Sequence[Levels]]) -> tuple[Window, str]:
+    """Return the range of gray at all clients, and a notice: a remark unless it clips, or a client alone had another.
+
+    ``levels``: results of :func:`count_levels` for the training images of each client.
+    """
+    bits, above, positive = _choose_bits([each for images in levels.values() for each in images])
+    alone = {name: _choose_bits(images)[0] for name, images in levels.items() if any(each[0] for each in images)}
+    text = f"gray of more than 8 bits read as {bits} bits, 0..{2**bits - 1} scaled to [-1, 1], at all clients"
+    said = []
+    if above:
+        said.append(
+            f"{above:,} of {positive:,} training pixels above 0 are beyond and become 1 (--window 0,65535 keeps all)"
+        )
+    if len(set(alone.values())) > 1:
+        needs = join_some(f"{own} at {name!r}" for name, own in alone.items())
+        said.append(f"each client alone would need {needs}: write all images in one unit")
+    return (0.0, 2.0**bits - 1), "; ".join([text, *said]) if said else Information(text)
+
+
+def _choose_bits(levels: Iterable[Levels]) -> tuple[int, int, int]:
+    """Return the fewest bits that hold almost all pixels, how many do not fit, and how many are above 0."""
     positive, *above = np.sum([NO_LEVELS, *levels], axis=0).tolist()
-    top, count = next((top, count) for top, count in zip(_TOPS[1:], above, strict=True) if count <= EXCESS * positive)
-    return (0.0, float(top)), count
-
-
-def describe_gray(window: Window, clipped: int, positive: int) -> str:
-    """Return a notice of the range of gray, more than a remark if ``clipped`` of ``positive`` pixels are above it."""
-    text = f"gray read as {round(math.log2(window[1] + 1))} bits, 0..{window[1]:g} scaled to [-1, 1], at all clients"
-    if not clipped:
-        return Information(text)
-    share = f"{clipped:,} of {positive:,} training pixels above 0 are beyond and become 1"
-    return f"{text}; {share} (--window 0,65535 keeps all)"
+    bits, count = next((bits, n) for bits, n in zip(BITS, above, strict=True) if n <= EXCESS * positive)
+    return bits, count, positive
 
 
 def choose_shared(ends: Sequence[Window]) -> Window | None:
-    """Return one range for images in one unit from those of all training images; None if all are constant."""
+    """Return one range for images in one unit from the ``ends`` of all training images; None if all are constant."""
     wide = [each for each in ends if each[0] < each[1]]
     if not wide:
         return None

@@ -30,7 +30,7 @@ Order = Literal[0, 1, 3]
 ROUNDED = 1e-5
 """Difference of two classes' shares of a voxel that is rounding."""
 STRETCH = 0.05
-"""Change of an image's proportions from which it is said."""
+"""Change of an image's proportions that a notice names."""
 CHUNK = 1000
 """Number of images to resize at a time, because floats take four times the memory."""
 
@@ -61,7 +61,7 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
 
 
 def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Resize masks ``[N, H, W]`` to ``size``, using the nearest pixel."""
+    """Return masks ``[N, ...]`` resized to ``size``, from the nearest pixel or voxel."""
     if tuple(y.shape[1:]) == size:
         return y
     parts = (F.interpolate(part[:, None].float(), size=size, mode="nearest-exact") for part in torch.split(y, CHUNK))
@@ -74,13 +74,6 @@ def resize_volume(x: Tensor, size: tuple[int, ...]) -> Tensor:
         return x
     kind = "trilinear" if len(size) == 3 else "bilinear"
     return F.interpolate(x[None], size=size, mode=kind, align_corners=False)[0]
-
-
-def resize_mask(y: Tensor, size: tuple[int, ...]) -> Tensor:
-    """Return classes ``y [...]`` resized to ``size``, from the nearest voxel."""
-    if tuple(y.shape) == size:
-        return y
-    return F.interpolate(y[None, None].float(), size=size, mode="nearest-exact")[0, 0].to(y.dtype)
 
 
 def find_size(size: Sequence[int], before: Sequence[float], after: Sequence[float]) -> tuple[int, ...]:

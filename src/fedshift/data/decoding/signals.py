@@ -113,9 +113,7 @@ def decode_signal(
 
 
 def list_files(file: Path) -> list[Path]:
-    """Return a recording's files: ``file`` and, of a WFDB header, the files that it names for its signals."""
-    if file.suffix.lower() != WFDB:
-        return [file]
+    """Return a WFDB header, and the files that it names for its signals."""
     lines = (line.split() for line in _read_lines(file)[1:])
     return [file, *(file.parent / name for name in dict.fromkeys(line[0] for line in lines))]
 

@@ -70,8 +70,6 @@ _MILLIMETERS = {1: 1000.0, 3: 0.001}
 _UNIT_OF_LENGTH = 0b111
 _COMMENTS = 2**20
 """Maximum number of bytes to read between the header and the values."""
-_STRAIGHT = np.array([[0.0, 1], [1, 1], [2, 1]])
-"""Orientation of an array whose axes point to the patient's right, front and head."""
 
 Array = NDArray[Any]
 
@@ -87,11 +85,11 @@ class VolumeHeader:
         axes: Directions of the file's own axes, such as ``RAS`` (right, anterior, superior), if known.
         affine: Transform of the voxels ``(column, row, slice)`` of the decoded array to millimeters, ``[4, 4]``; None:
             unknown.
-        placed: Whether the file says how its axes lie in the patient (NIfTI: a qform or sform).
+        placed: Whether the directions of its axes in the patient are known (NIfTI: by a qform or sform).
         apart: Largest distance in millimeters between a voxel's places by the qform and by the sform of a NIfTI file.
-        order: Frames of a DICOM file in the order of their positions; empty: it has one frame, or does not say these.
-        hounsfield: Whether the file says that its values are Hounsfield units.
-        patient: DICOM's PatientID, in memory alone; empty if the file does not say it.
+        order: Frames of a DICOM file in the order of their positions; empty: one frame, or not known.
+        hounsfield: Whether its values are Hounsfield units.
+        patient: DICOM's PatientID, only in memory; empty: not known.
 
     """
 
@@ -165,17 +163,14 @@ def describe_spacing(spacing: tuple[float, ...]) -> str:
     return f"{_times(spacing[::-1])} mm ({join_some(('right', 'front', 'head')[: len(spacing)])})"
 
 
-def decode_volume(
-    file: Path, *, turn: bool = True, window: Window | None = None, spacing: tuple[float, ...] = ()
-) -> NDArray[np.float32]:
+def decode_volume(file: Path, *, window: Window | None = None, spacing: tuple[float, ...] = ()) -> NDArray[np.float32]:
     """Return the brightness in ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, from -1 to 1; raise :class:`Unreadable`.
 
-    ``turn``: reorient the array to the patient's axes; otherwise the file's last axis comes first. ``window``: values,
-    in Hounsfield units where the file has such, that become -1 and 1; None: the volume's own range.
+    ``window``: values, in Hounsfield units where the file has such, that become -1 and 1; None: the volume's own range.
     ``spacing``: resample to these millimeters between voxels along the array's axes; empty: keep the file's voxels.
     """
     with explain_unreadable(file, _describe_kind(file)):
-        values, header = _decode(file, turn, window)
+        values, header = _decode(file, window)
         if count := values.size - int(np.isfinite(values).sum()):
             raise Unreadable(f"has {count} voxel{'s' * (count > 1)} that are NaN or infinite")
         if spacing and not header.measured:
@@ -191,26 +186,21 @@ def decode_volume(
 def measure_volume(file: Path) -> Window:
     """Return the range of the values in ``file`` by themselves, of all channels together; raise :class:`Unreadable`."""
     with explain_unreadable(file, _describe_kind(file)):
-        values, _ = _decode(file, turn=False)
+        values, _ = _decode(file)
         return find_range(values, values)
 
 
 def _find_ranges(file: Path, values: Array, resampled: Array) -> list[Window]:
-    """Return the range of each channel of a NIfTI file, or that of all channels of a DICOM file."""
-    by_channel = file.name.lower().endswith(NIFTI)
-    return [
-        find_range(*pair) for pair in (zip(values, resampled, strict=True) if by_channel else [(values, resampled)])
-    ]
+    """Return the range of each channel of a NIfTI file, or one of all channels of a DICOM file."""
+    pairs = zip(values, resampled, strict=True) if file.name.lower().endswith(NIFTI) else [(values, resampled)]
+    return [find_range(*pair) for pair in pairs]
 
 
-def decode_mask(file: Path, *, turn: bool = True) -> NDArray[np.uint8]:
-    """Return the class of each voxel in ``file``, ``[D, H, W]`` or ``[H, W]``; raise :class:`Unreadable`.
-
-    ``turn``: as in :func:`decode_volume`.
-    """
+def decode_mask(file: Path) -> NDArray[np.uint8]:
+    """Return the class of each voxel in ``file``, ``[D, H, W]`` or ``[H, W]``; raise :class:`Unreadable`."""
     with explain_unreadable(file, _describe_kind(file)):
         if is_volume(file) or file.is_dir():
-            values, _ = _decode(file, turn, brighten=False)
+            values, _ = _decode(file, brighten=False)
         else:
             values, _ = decode_image(file, kind="mask")
         if len(values) != 1:
@@ -227,12 +217,12 @@ def find_difference(image: VolumeHeader, mask: VolumeHeader) -> str | None:
     if other_axes and (mask.affine is None or image.affine is None):
         return axes
     if mask.axes not in ("", "RAS") and not image.axes:
-        return f"has axes that point {mask.axes}, but its image {{image}} does not say where its axes point"
+        return f"has axes that point {mask.axes}, but its image {{image}} has axes of unknown direction"
     if image.axes not in ("", "RAS") and image.affine is not None and not mask.axes and len(mask.shape) == 3:
-        return f"does not say where its axes point, but those of its image {{image}} point {image.axes}"
+        return f"has axes of unknown direction, but its image {{image}} has axes that point {image.axes}"
     unknown = image.affine is None and mask.affine is None and bool(image.order) != bool(mask.order)
     if unknown and list(image.order or mask.order) != sorted(image.order or mask.order):
-        return "and its image {image} have frames in different orders, of which one does not say the positions"
+        return "and its image {image} have frames in different orders, and one has no positions of frames"
     if mask.spacing and image.spacing and not np.allclose(mask.spacing, image.spacing, rtol=CLOSE):
         return f"has a spacing of {_times(mask.spacing)} mm, but its image {{image}} {_times(image.spacing)} mm"
     if mask.affine is not None and image.affine is not None:
@@ -259,7 +249,7 @@ def digest_voxels(file: Path) -> bytes:
     (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, figure 16), from the end at which they are smaller.
     """
     with explain_unreadable(file, _describe_kind(file)):
-        values, _ = _decode(file, turn=False, brighten=False)
+        values, _ = _decode(file, brighten=False)
     bits = np.ascontiguousarray(values + np.float32(0), np.float32).view(np.uint32).astype(np.uint64)
     bits *= np.uint64(0x9E3779B97F4A7C15)
     for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
@@ -270,16 +260,14 @@ def digest_voxels(file: Path) -> bytes:
     return blake2b(b"".join(sorted(min(s.tobytes(), s[::-1].tobytes()) for s in sums)), digest_size=16).digest()
 
 
-def _decode(
-    file: Path, turn: bool, window: Window | None = None, *, brighten: bool = True
-) -> tuple[Array, VolumeHeader]:
+def _decode(file: Path, window: Window | None = None, *, brighten: bool = True) -> tuple[Array, VolumeHeader]:
     """Return the values of ``file``, ``[C, D, H, W]`` or ``[C, H, W]``, and its header.
 
     Inverted values become bright with ``brighten``, and are refused with a ``window``.
     """
     if file.is_dir():
         series = read_series(file, whole=True)
-        described, turned = _describe_series(file, series, turn)
+        described, turned = _describe_series(file, series)
         values = stack_slices(series)
         values = _brighten(values, series.slices[0], window) if brighten else values
         values = values.transpose(2, 1, 0)[..., None]
@@ -290,7 +278,7 @@ def _decode(
         values = _brighten(values, found, window) if brighten else values
         return np.moveaxis(values, -1, 0) if channels > 1 else values[None], _describe_dicom(found)
     else:
-        described, turned = _describe_nifti(file, turn)
+        described, turned = _describe_nifti(file)
         values = np.asanyarray(load_library("nibabel", file).load(file).dataobj)
         values = values.reshape(*values.shape[:3], *(1,) * (3 - values.ndim), described.channels)
     values = load_library("nibabel", file).orientations.apply_orientation(values, turned)
@@ -308,7 +296,7 @@ def _brighten(values: Array, found: Any, window: Window | None) -> Array:
     return inverted
 
 
-def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]:
+def _describe_nifti(file: Path) -> tuple[VolumeHeader, Array]:
     """Return the header of a NIfTI file, and the orientation with which its array is turned."""
     nibabel = load_library("nibabel", file)
     require_regular(file)
@@ -318,7 +306,7 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
     known = {int.from_bytes(block[:4], order): order for order in ("little", "big")}
     size = next((each for each in _HEADERS if each in known), None)
     if size is None or len(block) < size:
-        raise Unreadable("is no NIfTI file, or is cut short")
+        raise Unreadable("is not a NIfTI file, or is cut short")
     kind = nibabel.Nifti1Header if size == min(_HEADERS) else nibabel.Nifti2Header
     header = kind(block[:size], endianness="<" if known[size] == "little" else ">", check=False)
     shape, dtype = tuple(map(int, header.get_data_shape())), header.get_data_dtype()
@@ -339,25 +327,24 @@ def _describe_nifti(file: Path, turn: bool = True) -> tuple[VolumeHeader, Array]
     affine[:3] *= unit
     apart = 0.0
     if header["qform_code"] and header["sform_code"]:
-        with suppress(ValueError, nibabel.spatialimages.HeaderDataError):  # a qform that is no rotation, and not used
+        with suppress(
+            ValueError, nibabel.spatialimages.HeaderDataError
+        ):  # a qform that is not a rotation, and not used
             apart = unit * _measure_distance(header.get_qform(), header.get_sform(), max(shape[:3]))
     channels = shape[3] if len(shape) == 4 else 1
     places = (*shape[:3], *(1,) * (3 - len(shape)))
-    described, turned = _describe_grid(file, places, affine, turn)
+    described, turned = _describe_grid(file, places, affine)
     placed = bool(header["qform_code"] or header["sform_code"])
     return replace(described, channels=channels, placed=placed, apart=apart), turned
 
 
-def _describe_grid(
-    file: Path, places: tuple[int, ...], affine: NDArray[np.float64], turn: bool
-) -> tuple[VolumeHeader, Array]:
+def _describe_grid(file: Path, places: tuple[int, ...], affine: NDArray[np.float64]) -> tuple[VolumeHeader, Array]:
     """Return the header of an array of ``places`` voxels, and the orientation with which it is turned.
 
     ``affine``: transform of the array's voxels to millimeters. Raises :class:`Unreadable` if it has no inverse.
     """
     nibabel = load_library("nibabel", file)
     turned = nibabel.orientations.io_orientation(affine) if np.isfinite(affine).all() else np.full((3, 2), np.nan)
-    turned = turned if turn else _STRAIGHT
     if not np.isfinite(turned).all():
         raise Unreadable("does not say in which direction its axes point (an affine matrix of rank 3)")
     steps = nibabel.affines.voxel_sizes(affine)
@@ -374,9 +361,9 @@ def _describe_grid(
     return described, turned
 
 
-def _describe_series(folder: Path, series: Series, turn: bool = True) -> tuple[VolumeHeader, Array]:
+def _describe_series(folder: Path, series: Series) -> tuple[VolumeHeader, Array]:
     """Return the header of a folder of slices, and the orientation with which their array is turned."""
-    described, turned = _describe_grid(folder, series.shape, series.affine, turn)
+    described, turned = _describe_grid(folder, series.shape, series.affine)
     return replace(described, patient=series.patient, hounsfield=holds_hounsfield(series.slices[0])), turned
 
 

@@ -34,6 +34,10 @@ OWN_RANGE = (
     "each medical image is scaled by its own 0.5th and 99.5th percentiles, since its file names no unit; --window "
     "LOW,HIGH keeps values comparable where they have one, as in CT"
 )
+MIXED_RANGE = (
+    "{} of {} medical images say that they are CT, in Hounsfield units, so each is scaled by its own 0.5th and 99.5th "
+    "percentiles: --window LOW,HIGH keeps these units, if all have them"
+)
 SHARED_RANGE = (
     "CT: {:g} to {:g} become -1 to 1, the medians of the 0.5th and 99.5th percentiles of all training images; --window "
     "LOW,HIGH names others"
@@ -120,16 +124,17 @@ def find_spacing(
 def find_window(
     path: Path, headers: Mapping[str, VolumeHeader], trained: Collection[str], reading: ReadOptions
 ) -> tuple[Window | None, list[str]]:
-    """Return the values that become -1 and 1, None for each image's own, and a notice; arguments as of the spacing's.
+    """Return the values that become -1 and 1, and a notice; None: each image has its own range.
 
-    Clients that join others take those of these.
+    Arguments are as for :func:`find_spacing`. Clients that join others take the others' range.
     """
     if isinstance(reading.schema, Schema) and reading.schema.preparation.decoding.kind == "volume":
         return reading.schema.preparation.decoding.window, []
     if (asked := parse_window(reading.window)) is not None or not headers:
         return asked, []
-    if not all(header.hounsfield for header in headers.values()):
-        return None, [Information(OWN_RANGE)]
+    count = sum(header.hounsfield for header in headers.values())
+    if count < len(headers):
+        return None, [MIXED_RANGE.format(count, len(headers)) if count else Information(OWN_RANGE)]
 
     def measure(file: Path) -> Window:
         facts = "range", stamp(list_members(file))
@@ -256,13 +261,6 @@ def count_cases(data: Federation) -> dict[str, Fingerprint]:
             data.task.count_classes(train.y, data.classes).tolist(),
         )
     return found
-
-
-def is_resampled(data: Federation) -> bool:
-    """Return whether a client's medical images are resampled to a spacing."""
-    return any(
-        isinstance(client.train.store, MappedStore) and client.train.store.how.spacing for client in data.clients
-    )
 
 
 def _find_tilt(header: VolumeHeader) -> float:

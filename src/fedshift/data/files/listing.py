@@ -16,6 +16,7 @@ from ..decoding.dicom import DICOM, holds_slices, is_dicom
 from ..decoding.images import SUFFIXES
 from ..decoding.signals import SIGNALS
 from ..decoding.volumes import is_volume
+from ..identity import sort_names
 from .read_options import ReadOptions
 
 PARTS = {"train": "train", "val": "validation", "valid": "validation", "validation": "validation", "test": "test"}
@@ -139,7 +140,7 @@ def find_clients(path: Path) -> dict[str, Path]:
     stray = next(filter(_is_image, files), None)
     if stray is not None:
         raise UsageError(f"{stray.path} is an image outside of any client's folder: {LAYOUT}")
-    names = {folder.name: Path(folder) for folder in folders}
+    names = {name: path / name for name in sort_names(folder.name for folder in folders)}
     if not names:
         raise UsageError(f"{path} holds no folder: {LAYOUT}")
     if all(name.lower() in PARTS for name in names):

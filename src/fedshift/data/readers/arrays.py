@@ -76,8 +76,10 @@ def scan(source: Any, reading: ReadOptions) -> Scan:
     chosen = choose_clients(sort_names(files) or source, reading)
     for done, client in enumerate(chosen, 1):
         where = str(files.get(client, f"client {client!r}"))
-        with _open(files[client], reading.groups) if files else nullcontext(source[client]) as data:
-            for split, (part, group) in _list_splits(where, data, reading.groups, notices if files else None).items():
+        opened = _open(files[client], reading.groups) if files else nullcontext(_name_arrays(where, source[client]))
+        with opened as arrays:
+            splits = _list_splits(where, arrays, reading.groups, notices if files else None)
+            for split, (part, group) in splits.items():
                 told = f"{where}, {split or 'train'} data"
                 class_names[told] = list_class_names(part, reading.target)
                 made = _scan_split(client, told, split, part, group, reading, _list_inputs(reading, parts))
@@ -165,67 +167,39 @@ def _map(file: Path) -> NDArray[Any]:
 # Splits of a client
 
 
-def _list_splits(
-    where: str, data: Any, groups: str | None, notices: list[str] | None
-) -> dict[str, tuple[Any, NDArray[Any] | None]]:
-    """Return a pair of arrays or a dataset, and the array of groups or None, by split; of ``""``, test data are drawn.
-
-    ``groups`` and ``notices``: as for :func:`_split_arrays`. Raises :class:`UsageError` for other ``data``.
-    """
+def _name_arrays(where: str, data: Any) -> Mapping[str, Any]:
+    """Return arrays, or pairs or datasets of splits, by name; raise :class:`UsageError` for other ``data``."""
     if isinstance(data, Mapping):
-        return _split_arrays(where, data, groups, notices)
+        return data
     parts = list(data) if isinstance(data, tuple | list) else [data]
     pairs = all(_is_dataset(part) or (isinstance(part, tuple | list) and len(part) == 2) for part in parts)
-    if len(parts) == 1 and _is_dataset(data):
-        splits = {"": data}
-    elif len(parts) == 4:
-        splits = {"train": tuple(parts[:2]), "test": tuple(parts[2:])}
-    elif len(parts) == 2 and pairs:
-        splits = dict(zip(("train", "test"), parts, strict=True))
-    elif len(parts) == 2 and not any(map(_is_dataset, parts)) and all(map(_is_array, parts)):
-        splits = {"": tuple(parts)}
-    else:
-        kinds = ", ".join(type(part).__name__ for part in parts[:4]) + ", ..." * (len(parts) > 4)
-        raise UsageError(
-            f"{where}: {kinds or 'nothing'} given: {ACCEPTED}; columns of a table as pandas.DataFrame({{name: column}})"
-        )
-    _require_groups(where, splits, groups)
-    return {split: (part, None) for split, part in splits.items()}
+    arrays = all(isinstance(part, list | Mapping) or hasattr(part, "__array__") for part in parts)
+    names = {1: ("",) if _is_dataset(data) else (), 2: ("train", "test") if pairs else ("x", "y") if arrays else ()}
+    if chosen := {**names, 4: ("x_train", "y_train", "x_test", "y_test")}.get(len(parts)):
+        return dict(zip(chosen, parts, strict=True))
+    kinds = ", ".join(type(part).__name__ for part in parts[:4]) + ", ..." * (len(parts) > 4)
+    raise UsageError(
+        f"{where}: {kinds or 'nothing'} given: {ACCEPTED}; columns of a table as pandas.DataFrame({{name: column}})"
+    )
 
 
 def _is_dataset(part: object) -> bool:
     return isinstance(part, Dataset | LazyDataset) or is_hub_dataset(part)
 
 
-def _is_array(part: object) -> bool:
-    return isinstance(part, list | Mapping) or hasattr(part, "__array__")
-
-
-def _require_groups(where: str, splits: Mapping[str, Any], groups: str | None) -> None:
-    """Raise :class:`UsageError` if ``groups`` are wanted of arrays without names."""
-    if groups is not None and not all(map(_is_dataset, splits.values())):
-        raise UsageError(
-            f"{{}}: {where} has no array {groups}_train: give a dictionary with x_train, y_train, {groups}_train and "
-            f"so on, with the group of each sample, or torch datasets with an attribute {groups}",
-            Ref(groups=groups),
-        )
-
-
-def _split_arrays(
+def _list_splits(
     where: str, arrays: Mapping[str, Any], groups: str | None, notices: list[str] | None
 ) -> dict[str, tuple[Any, Any]]:
-    """Return what :func:`_list_splits` does, of arrays or datasets by name.
+    """Return a pair of arrays or a dataset, and the array of groups or None, by split; of ``""``, test data are drawn.
 
     ``groups``: name of the arrays with the group of each sample. ``notices`` receives the names of arrays that are not
     read; None: they are refused.
     """
-    if keys := _find_ends(where, arrays, ("",)):
-        keys = {"train": "train", "test": "test"} | keys
+    if keys := {"": ""} if "" in arrays else _find_ends(where, arrays, ("",)):
+        keys = keys if "" in keys else {"train": "train", "test": "test"} | keys
         _require_arrays(where, arrays, keys.values())
         _name_unused(where, arrays, keys.values(), notices)
-        splits = {split: arrays[key] for split, key in keys.items()}
-        _require_groups(where, splits, groups)
-        return {split: (data, None) for split, data in splits.items()}
+        return {split: (arrays[key], None) for split, key in keys.items()}
     ends = _find_ends(where, {str(name).partition(".")[0] for name in arrays}, ("x_", "y_", "m_"))
     named = {split: f"_{ends.get(split, split)}" for split in SPLIT_ENDS if split in ends or split != "validation"}
     named = named if ends or not ("x" in arrays and "y" in arrays) else {"": ""}
@@ -233,13 +207,13 @@ def _split_arrays(
     found, used = dict[str, tuple[Any, Any]](), list[str]()
     for split, end in named.items():
         inputs = [str(name) for name in arrays if str(name).startswith(f"x{end}.")]
-        keys = {"y": f"{target}{end}"} | ({"group": f"{groups}{end}"} if groups else {})
-        used += [*(inputs or [f"x{end}"]), *keys.values()]
-        _require_arrays(where, arrays, [*(inputs or [f"x{end}"]), *keys.values()])
+        others = [f"{target}{end}", *([f"{groups}{end}"] if groups else [])]
+        used += [*(inputs or [f"x{end}"]), *others]
+        _require_arrays(where, arrays, used)
         if inputs and f"x{end}" in arrays:
             raise UsageError(f"{where}: both arrays 'x{end}' and {inputs[0]!r}: leave one out")
         x = {name.removeprefix(f"x{end}."): arrays[name] for name in inputs} if inputs else arrays[f"x{end}"]
-        found[split] = (x, arrays[keys["y"]]), arrays[keys["group"]] if groups else None
+        found[split] = (x, arrays[others[0]]), arrays[others[1]] if groups else None
     _name_unused(where, arrays, used, notices)
     return found
 
@@ -282,7 +256,7 @@ def _scan_split(
     client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str],
     skip: Sequence[str] = (),
 ) -> Part:  # fmt: skip
-    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns that are no inputs."""
+    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns with another role."""
     if isinstance(data, LazyDataset):
         x: Any = DatasetStore(data, where, reading.target, order)
         y, inputs = x.targets, x.inputs
@@ -290,6 +264,9 @@ def _scan_split(
         x, y = read_part(data, where, reading.target, skip or list(filter(None, [reading.groups])))
         x, inputs = join_several(x, where, order)
     targets = read_targets(x, y, where, reading.task)
+    if reading.groups and group is None and not _is_dataset(data):
+        names = f"x_train, y_train, {reading.groups}_train and so on"
+        raise UsageError(f"{{}}: {where} have no names: give a dictionary with {names}", Ref(groups=reading.groups))
     groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else UNGROUPED
     if group is not None:
         groups = read_groups(group, where)

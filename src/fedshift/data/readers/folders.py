@@ -29,8 +29,8 @@ from ...utils.words import Information, join_some
 from ..agreement import refuse_other_labels
 from ..decoding import Decoding, decode, list_members
 from ..decoding.images import SUFFIXES, Unreadable, decode_image, read_header
-from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, describe_gray, parse_window
-from ..decoding.resizing import describe_stretch, resample_mask, resize_mask
+from ..decoding.ranges import NO_LEVELS, Levels, choose_gray, parse_window
+from ..decoding.resizing import describe_stretch, resample_mask, resize_masks
 from ..decoding.signals import SIGNALS, VALUES, SignalHeader, read_signal_header
 from ..decoding.volumes import READABLE, decode_mask, describe_spacing, parse_spacing, read_volume_header
 from ..files import grids, listing, pairing
@@ -38,6 +38,7 @@ from ..files.cache import keep, make_room, read_all, run_in_parallel, stamp
 from ..files.listing import CLASSES, MASKS, RECORDINGS, VOLUMES, ImageFile
 from ..files.read_options import ReadOptions
 from ..groups import find_groups
+from ..identity import find_identity
 from ..patches import extend
 from ..scan import SPLITS, UNGROUPED, UNSAID, Assign, Loaded, Part, Scan, assign_splits, choose_clients
 from ..schema import Schema
@@ -237,7 +238,7 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
     """
     refuse_other_labels({name: listing.list_categories([folder]) for name, folder in places.items()})
     labels = {name: label for label, name in enumerate(listing.list_categories(places.values()))}
-    if reading.classes is not None and reading.classes < len(labels):
+    if reading.classes is not None and reading.classes < len(set(map(find_identity, labels))):
         raise UsageError(
             f"classes={reading.classes}: {source} has {len(labels)} class folders ({join_some(labels)}); ask for as "
             "many"
@@ -498,7 +499,7 @@ def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading
             return decode_image(file, kind="mask", size=size)
         mask = decode_mask(file)
         mask = resample_mask(mask, before[file], spacing) if file in before else mask
-        return resize_mask(torch.from_numpy(mask), size).numpy()[None], NO_LEVELS
+        return resize_masks(torch.from_numpy(mask)[None], size).numpy(), NO_LEVELS
 
     facts = "masks", spacing, [*before.values()]
     return _decode_together(files, name, masks, read_mask, facts, reading, masks=True)[0]
@@ -514,12 +515,14 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
     broken = files.broken | {path: why for images, _ in decoded.values() for path, why in images.broken.items()}
     listing.refuse_broken(files.path, broken, sum(len(client.files) for client in files.clients.values()), reading)
     lost = {name: client.list_lost(broken) for name, client in files.clients.items()}
-    levels = [
-        decoded[part.client][0].levels[row]
+    levels = {
+        part.client: [
+            decoded[part.client][0].levels[row]
+            for row in np.flatnonzero(assign(part, lost[part.client]) == SPLITS.index("train"))
+        ]
         for part in scan.parts
         if files.how[part.client].kind == "integer"
-        for row in np.flatnonzero(assign(part, lost[part.client]) == SPLITS.index("train"))
-    ]
+    }
     how, notices = choose_ranges(files, levels, reading)
     faults = list[str]()
     for name, client in files.clients.items():
@@ -541,12 +544,12 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
 
 
 def choose_ranges(
-    files: Folders, levels: Sequence[Levels], reading: ReadOptions
+    files: Folders, levels: Mapping[str, Sequence[Levels]], reading: ReadOptions
 ) -> tuple[dict[str, Decoding], list[str]]:
     """Return how each client's files are decoded, with one range for the gray of all clients, and a notice of it.
 
-    ``levels``: of all training images of more than 8 bits. Raises :class:`UsageError` if a window is asked for images
-    that have none, of 8 bits or floats.
+    ``levels``: of each client's training images of more than 8 bits. Raises :class:`UsageError` if a window is asked
+    for images that have none, of 8 bits or floats.
     """
     window, how = parse_window(reading.window), dict(files.how)
     deep = [name for name, each in how.items() if each.kind == "integer"]
@@ -561,8 +564,8 @@ def choose_ranges(
     if joined and joined.kind == "integer":
         window = joined.window
     elif deep and not window:
-        window, count = choose_gray(levels)
-        notices.append(describe_gray(window, count, sum(positive for positive, *_ in levels)))
+        window, told = choose_gray(levels)
+        notices.append(told)
     return how | {name: replace(how[name], window=window) for name in deep}, notices
 
 
@@ -719,6 +722,6 @@ def read_unlabeled(
     files, _ = inspect(files, reading)
     files = replace(files, sizes=dict.fromkeys(files.sizes, size)) if size else files
     decoded, _ = decode_images(files, name, reading)
-    how, _ = choose_ranges(files, decoded.levels, reading)
+    how, _ = choose_ranges(files, {name: decoded.levels}, reading)
     store = make_store(files, name, decoded, how[name], reading)
     return store, np.array(files.list_sizes(files.clients[name]), np.int64), files.broken | decoded.broken

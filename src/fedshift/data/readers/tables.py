@@ -177,10 +177,9 @@ def _describe_form(path: Path, before: int, separator: str, decimal: str) -> Ite
         yield Information(f"{path}: what precedes its line of names is left out ({before} line{'s' * (before > 1)})")
     commas = decimal == "," or (separator == ";" and decimal != ".")
     if commas or separator != SEPARATORS[path.suffix.lower()]:
-        sign = {";": "semicolons separate", "\t": "tabs separate", ",": "commas separate"}.get(
-            separator, f"{separator!r} separates"
-        )
-        yield Information(f"{path}: {sign} its columns{', and a comma in a number is its decimal point' * commas}")
+        signs = {";": "semicolons separate", "\t": "tabs separate", ",": "commas separate", "|": "bars separate"}
+        told = ", and a comma in a number is its decimal point" if commas else ""
+        yield Information(f"{path}: {signs.get(separator, f'{separator!r} separates')} its columns{told}")
 
 
 def _check_names(path: Path, names: Sequence[str]) -> None:
@@ -333,7 +332,7 @@ def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cell
 
 
 def _merge_texts(seen: Cells, clients: NDArray[np.object_], known: Column | None) -> tuple[Cells, list[str]]:
-    """Return cells with one spelling for each category, that of ``known`` if it has it, and notices of the others."""
+    """Return cells with one spelling for each category, as in ``known`` where possible, and notices."""
     if known is not None and known.categories is not None:
         stands = {text: match_name(text, known.categories) or text for text in seen.texts}
         others = [f"{text!r} is read as {name!r}" for text, name in stands.items() if name != text]
@@ -452,7 +451,7 @@ def _refuse_doubt(seen: Cells) -> None:
 
 
 def _find_unit(seen: Cells) -> str:
-    """Return what all texts of a column have beside their numbers; refuse several units."""
+    """Return the unit of a column's texts; refuse several."""
     units = {each.unit: next(iter(each.numbers)) for each in seen.numerals if each.numbers}
     if len(units) > 1:
         raise UsageError(
@@ -625,9 +624,8 @@ def scan(source: Path, reading: ReadOptions) -> Scan:
                 raise UsageError(f"{by_stem[file.stem]} and {file} are both of client {file.stem!r}: keep one")
         files = [by_stem[name] for name in choose_clients(by_stem, reading)] if reading.domains else files
     name = source.resolve().name if source.is_dir() else source.resolve().stem
-    unread = (
-        [file.name for file in sorted(source.iterdir()) if _may_hold_rows(file, reading)] if source.is_dir() else []
-    )
+    beside = sorted(source.iterdir()) if source.is_dir() else []
+    unread = [file.name for file in beside if _may_hold_rows(file, reading)]
     fault = f"{join_some(unread)} in {source} may hold rows, and is left out: write {', '.join(SUFFIXES)}"
     return replace(scan_tables(list(map(read_table, files)), name, reading), faults=(fault,) if unread else ())
 
@@ -739,15 +737,10 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PreparedRows:
-    """A client's rows as inputs.
+    """A client's rows as inputs ``x [N, D]``, float32, and how they were prepared.
 
-    Attributes:
-        x: Float32 ``[N, D]``.
-        filled: Number of values that were missing.
-        empty: Columns without a value in the training rows, which are 0.
-        coarse: Columns of which different values are one number in float32.
-        scaling: How each feature was prepared.
-
+    ``filled``: number of values that were missing. ``empty``: columns without a value in the training rows, 0 in all.
+    ``coarse``: columns whose differences float32 does not hold.
     """
 
     x: NDArray[np.float32]
@@ -997,8 +990,10 @@ def _refuse_codes(rows: TableRows, target: str, values: Sequence[str]) -> None:
 
 
 def _to_number(value: str) -> int | float | None:
-    """Return the number in a text, exactly if it is an integer; None if it is none."""
-    return int(value) if re.fullmatch("[+-]?[0-9]+", value) else float(value) if PLAIN.fullmatch(value) else None
+    """Return the number in a text, exactly if it is whole; None if it is none."""
+    if re.fullmatch("[+-]?[0-9]+", value) or not PLAIN.fullmatch(value):
+        return int(value) if PLAIN.fullmatch(value) else None
+    return int(float(value)) if float(value).is_integer() else float(value)
 
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:
@@ -1018,18 +1013,16 @@ def number_classes(values: Sequence[str], target: str, least: int | None) -> tup
     """
     if truths := _read_truths(values):
         return max(2, least or 0), [truths[value] for value in values], ()
-    meaning: Sequence[Any] = [_to_number(value) for value in values]
-    if None in meaning:
-        meaning = values
+    numbers = [_to_number(value) for value in values]
+    meaning: Sequence[Any] = values if None in numbers else numbers
     for value, number in zip(values, meaning, strict=True):
-        if isinstance(number, float) and not number.is_integer():
+        if isinstance(number, float):
             raise UsageError(
                 f"target {target!r} is {value} in some rows, not a whole number, and no class: group its values into "
                 "classes, name another column ({}), or learn numbers ({})",
                 Ref("target"),
                 Ref(task="regression"),
             )
-    meaning = [int(number) if isinstance(number, float) else number for number in meaning]
     distinct = sorted(set(meaning))
     classes = max(len(distinct), least or 0)
     if set(meaning) <= set(range(classes)):

@@ -62,7 +62,7 @@ def _describe_files(registry: ClientRegistry, spec: RunSpec | CompareSpec) -> Fe
     if spec.patch and spec.image_size:
         whole = (spec.image_size,) * axes
         data = data.map_splits(
-            lambda split: split.with_patches(Patches.whole(split.shape[1:], whole, len(split.store), resized=whole))
+            lambda split: split.replace(patches=Patches.whole(split.shape[1:], whole, len(split.store), resized=whole))
         )
     kinds, steps = {client.files for client in registry.clients}, parse_spacing(spec.spacing)
     if kinds == {"array"} or len(kinds) > 1 or "signal" in kinds:
