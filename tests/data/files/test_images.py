@@ -132,6 +132,8 @@ def test_other_files_and_empty_classes_are_noticed(read, root):
 def test_constant_images_and_clients_that_are_not_unpacked_are_said(read, root):
     write(root / "gray" / "cat" / "0.png", np.full((4, 6), 7, np.uint8))
     (root / "west.zip").write_bytes(b"")
+    (root / "gray" / "cat" / "scan.nrrd").write_bytes(b"")
+    assert read().faults == ("client 'gray': 1 image in a format that is not read, left out (.nrrd)",)
     notices = read().notices
     assert "client 'gray': 1 of 10 images are constant, all of their pixels have one value (gray/cat/0.png)" in notices
     assert f"{root} holds files that are not read: west.zip; unpack clients into folders" in notices
