@@ -15,10 +15,11 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation, read_folder
 from fedshift.data.checks.quality import check_data, examine
+from fedshift.data.decoding import Decoding
 from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples
-from fedshift.data.stores import LazyStore
+from fedshift.data.stores import LazyStore, MappedStore
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
@@ -255,3 +256,18 @@ def test_a_value_that_is_not_finite_is_refused_where_it_is_read():
         bad.check()
     found = {finding.kind: finding.samples for finding in examine(bad).findings}
     assert found["not-finite"] == 2
+
+
+def test_another_process_maps_the_same_files(tmp_path):
+    x = np.random.default_rng(0).normal(size=(3, 1, 40, 50)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="c")
+    for arrays, most in ((list(mapped), 3000), ([mapped[0], x[1]], 30000)):
+        files = [tmp_path / "a"] * len(arrays)
+        store = MappedStore(arrays, (40, 60), "here", files, Decoding(kind="volume"))
+        sent = pickle.dumps(store)
+        assert len(sent) < most
+        rows = torch.arange(len(arrays))
+        assert torch.equal(pickle.loads(sent).read(rows), store.read(rows))
+        expected = np.pad(x[1, 0], ((0, 0), (0, 10)), constant_values=x[1].min())
+        assert np.array_equal(store.read(rows)[1, 0], expected)

@@ -33,6 +33,7 @@ import cloudpickle
 import numpy as np
 import torch
 from joblib import Parallel, delayed
+from joblib._memmapping_reducer import _get_backing_memmap, _reduce_memmap_backed
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -296,6 +297,16 @@ class MappedStore(LazyStore):
             return digest_voxels(self._files[row])
         except Unreadable as error:
             raise FedshiftError(f"{self._files[row]} {error}") from error
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return the state with the places of mapped arrays: another process maps the same files."""
+        backing = [(x, _get_backing_memmap(x)) for x in self._arrays]
+        places = [(np.array, (x,)) if file is None else _reduce_memmap_backed(x, file) for x, file in backing]
+        return vars(self) | {"_arrays": places}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._arrays = tuple(np.asarray(open_array(*arguments)) for open_array, arguments in state["_arrays"])
 
 
 class DatasetStore(LazyStore):

@@ -377,7 +377,7 @@ def _list_training(files: Folders, reading: ReadOptions) -> set[str]:
     """Return the readable images that are for training."""
     rows = _list_images(files, reading)
     lost = set[str]().union(*(client.list_lost(files.broken) for client in files.clients.values()))
-    return set(rows["file"][divide_rows(rows, lambda own: None, reading, lost) == "train"])
+    return set(rows["file"][divide_rows(rows, lambda _: None, reading, lost) == "train"])
 
 
 def _choose_leads(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
@@ -529,13 +529,12 @@ def _decode(files: Folders, rows: pd.DataFrame, reading: ReadOptions, divide: Di
         images, unkept = decoded[name]
         notices += _list_notices(files, name, images, lost[name], reading)
         faults += _list_faults(files, name, {f.path: broken[f.path] for f in client.files if f.path in broken})
-        notices += [
-            Information(f"{reading.cache_directory} cannot be written ({unkept}): images are kept in memory")
-        ] * (bool(unkept))
+        if unkept:
+            text = f"{reading.cache_directory} cannot be written ({unkept}): images are kept in memory"
+            notices.append(Information(text))
     stores = [make_store(files, name, decoded[name][0], how[name], reading) for name in files.clients]
-    make_room(
-        reading.cache_directory, files.used + 2 * sum(x.nbytes for images, _ in decoded.values() for x in images.values)
-    )
+    used = sum(x.nbytes for images, _ in decoded.values() for x in images.values)
+    make_room(reading.cache_directory, files.used + 2 * used)  # as decoded, and as scaled
     return Decoded(
         stores=stores, decodings=list(how.values()), lost=every_lost,
         true_sizes=[np.array(files.list_sizes(client), np.int64) for client in files.clients.values()],

@@ -670,7 +670,9 @@ def read_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sou
     places = {name: np.flatnonzero(client == name) for name in rows.names}
     return Source(
         name=name,
-        rows=pd.concat([_list_rows(rows, *item, at, reading) for at, item in enumerate(places.items())], ignore_index=True),
+        rows=pd.concat(
+            [_list_rows(rows, *own, at, reading) for at, own in enumerate(places.items())], ignore_index=True
+        ),
         arrays=tuple(Array(where=f"client {name!r}", y=y[torch.from_numpy(here)]) for name, here in places.items()),
         decode=partial(_prepare_clients, rows, places, tuple(columns), values, reading),
         task=task, classes=classes, class_names=class_names, notices=tuple(notices),
@@ -875,8 +877,15 @@ def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOpt
         for table in tables:
             if pa.types.is_nested(kind := table.cells.schema.field(name).type):
                 raise UsageError(f"{table.path}: column {name!r} holds {kind}: give it one value a row")
-    notices = [notice for table in tables for notice in table.notices]
-    free = [name for name in names if name not in (*roles, *reading.ignored)] if reading.split_column is None else []
+    return _adopt_split(tables, reading, [notice for table in tables for notice in table.notices])
+
+
+def _adopt_split(
+    tables: Sequence[Table], reading: ReadOptions, notices: list[str]
+) -> tuple[ReadOptions, list[str]]:  # fmt: skip
+    """Return ``reading`` with a column that is called split, if none is named, and ``notices`` of such columns."""
+    taken = (*reading.role_columns, *reading.ignored)
+    free = [name for name in tables[0].names if name not in taken] if reading.split_column is None else []
     for name, values in ((name, _find_split(name, tables)) for name in free):
         if values and name.strip().lower() == "split" and reading.split_column is None and SIDES.keys() >= values:
             notices.append(Information(f"column {name!r} assigns rows to training, validation and testing"))
