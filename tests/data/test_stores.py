@@ -15,10 +15,11 @@ from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
 from fedshift.data.assembly import federation, read_folder
 from fedshift.data.checks.quality import check_data, examine
+from fedshift.data.decoding import Decoding
 from fedshift.data.federation import Federation
 from fedshift.data.partition import dirichlet
 from fedshift.data.samples import Samples, join_samples, to_samples
-from fedshift.data.stores import LazyStore
+from fedshift.data.stores import LazyStore, MappedStore
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
 from fedshift.methods.centralized import centralized
@@ -116,6 +117,16 @@ def test_mapped_arrays_are_read_as_arrays_in_memory_and_so_they_are_elsewhere(tm
     for one in (split, pickle.loads(cloudpickle.dumps(split))):
         assert torch.equal(one.inputs(torch.tensor([7, 0, 7])), whole.inputs(torch.tensor([7, 0, 7])))
         assert torch.equal(one.copy_rows(slice(None)), whole.x)
+
+
+def test_samples_mapped_from_the_cache_are_sent_by_the_names_of_their_files(tmp_path):
+    for number, size in enumerate((9, 12, 12)):
+        np.save(tmp_path / f"{number}.npy", np.full((1, size, size, size), 1.0 + number, np.float32))
+    mapped = [np.load(tmp_path / f"{number}.npy", mmap_mode="c") for number in range(3)]
+    store = MappedStore([*mapped[:2], mapped[2] + 0], (12, 12, 12), "mapped", [], Decoding())
+    sent = cloudpickle.dumps(store)
+    assert len(sent) < 2 * mapped[2].nbytes  # the third is in memory alone
+    assert torch.equal(pickle.loads(sent).read(torch.arange(3)), store.read(torch.arange(3)))
 
 
 def test_a_map_with_changes_in_memory_alone_is_copied(tmp_path):
