@@ -292,9 +292,9 @@ DATA = (
     Fault("test-rows-fit-the-scale", "data/datasets/heart_disease.py", "heart_disease",
           "prepare_rows(x, slice(len(train)), columns)", "prepare_rows(x, slice(None), columns)",
           "tests/data/datasets/test_heart_disease.py"),
-    Fault("labels-numbered-by-each-client", "data/readers/images.py", "scan",
-          "labels[file.category] for file in own",
-          "sorted({f.category for f in own}).index(file.category) for file in own",
+    Fault("labels-numbered-by-each-client", "data/readers/folders.py", "scan",
+          "labels[file.category] for file in client.images",
+          "sorted({f.category for f in client.images}).index(file.category) for file in client.images",
           "tests/data/files/test_images.py tests/data/files"),
     Fault("labels-mapped-backwards", "data/joining.py", "match_labels", "number[split.y]", "number.argsort()[split.y]",
           "tests/data/test_agreement.py tests/data/test_objects.py tests/new_clients/test_site_data.py"),
@@ -321,8 +321,8 @@ JUDGMENTS = (
           "if text.lower() in CODES", "if text in ()", "tests/data/files/test_tables.py"),
     Fault("a-point-is-always-decimal", "data/columns.py", "_find_point", '"?" if re', '"." if re',
           "tests/data/files/test_table_texts.py"),
-    Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()", "0.0",
-          "tests/data/checks/test_quality.py"),
+    Fault("names-that-occur-once-are-leaks", "data/checks/label_leaks.py", "_tally_classes", "(sizes == 1).sum()",
+          "0.0", "tests/data/checks/test_quality.py"),
 )  # fmt: skip
 
 FLOWER = (

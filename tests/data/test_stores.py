@@ -119,16 +119,6 @@ def test_mapped_arrays_are_read_as_arrays_in_memory_and_so_they_are_elsewhere(tm
         assert torch.equal(one.copy_rows(slice(None)), whole.x)
 
 
-def test_samples_mapped_from_the_cache_are_sent_by_the_names_of_their_files(tmp_path):
-    for number, size in enumerate((9, 12, 12)):
-        np.save(tmp_path / f"{number}.npy", np.full((1, size, size, size), 1.0 + number, np.float32))
-    mapped = [np.load(tmp_path / f"{number}.npy", mmap_mode="c") for number in range(3)]
-    store = MappedStore([*mapped[:2], mapped[2] + 0], (12, 12, 12), "mapped", [], Decoding())
-    sent = cloudpickle.dumps(store)
-    assert len(sent) < 2 * mapped[2].nbytes  # the third is in memory alone
-    assert torch.equal(pickle.loads(sent).read(torch.arange(3)), store.read(torch.arange(3)))
-
-
 def test_a_map_with_changes_in_memory_alone_is_copied(tmp_path):
     np.save(tmp_path / "x.npy", np.zeros((4, 8, 8), np.uint8))
     mapped = np.load(tmp_path / "x.npy", mmap_mode="c")
@@ -266,3 +256,18 @@ def test_a_value_that_is_not_finite_is_refused_where_it_is_read():
         bad.check()
     found = {finding.kind: finding.samples for finding in examine(bad).findings}
     assert found["not-finite"] == 2
+
+
+def test_another_process_maps_the_same_files(tmp_path):
+    x = np.random.default_rng(0).normal(size=(3, 1, 40, 50)).astype(np.float32)
+    np.save(tmp_path / "x.npy", x)
+    mapped = np.load(tmp_path / "x.npy", mmap_mode="c")
+    for arrays, most in ((list(mapped), 3000), ([mapped[0], x[1]], 30000)):
+        files = [tmp_path / "a"] * len(arrays)
+        store = MappedStore(arrays, (40, 60), "here", files, Decoding(kind="volume"))
+        sent = pickle.dumps(store)
+        assert len(sent) < most
+        rows = torch.arange(len(arrays))
+        assert torch.equal(pickle.loads(sent).read(rows), store.read(rows))
+        expected = np.pad(x[1, 0], ((0, 0), (0, 10)), constant_values=x[1].min())
+        assert np.array_equal(store.read(rows)[1, 0], expected)

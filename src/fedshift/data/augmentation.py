@@ -505,17 +505,13 @@ def nnunet() -> Augmentation:
 
 
 AUGMENTATIONS = Catalog[Augmentation | None](
-    "augmentation",
-    {"none": lambda: None} | {
+    "augmentation", {"none": lambda: None} | {
         function.__name__: function
         for function in (
             sequence, sometimes, flip, rotate, scale, shear, crop, resized_crop, color_jitter, brightness_contrast,
             noise, blur, lower_resolution, gamma, erase, fedbn_office, fedmmb_cifar, flamby_isic, nnunet,
         )
     },
-    _accept,
-    spell=_spell,
-    join=sequence,
-    setting="augment",
+    _accept, spell=_spell, join=sequence, setting="augment",
 )  # fmt: skip
 """Augmentations by name; several, with commas between, are applied in turn."""

@@ -20,6 +20,8 @@ from ..utils.words import join_some
 
 NUMBERED = re.compile(r"([^0-9]*)0*([0-9]+)(?:\.0+)?")
 """A name that is a number, or ends with its only one."""
+SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
+"""A space that counts for nothing; 1 12 and 11 2 are two names."""
 DIFFER = "differ only in case, spaces, zeros or codes of characters"
 
 
@@ -33,11 +35,14 @@ def clean_name(name: str) -> str:
 
 def find_identity(name: str) -> str:
     """Return a key of ``name``, which alike names share."""
+    if name.isascii() and name.isdigit():
+        return name.lstrip("0") or "0"
     text = clean_name(name)
     if not text.isascii():
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
         text = "".join(str(unicodedata.decimal(each)) if each.isdecimal() else each for each in text)
-    text = re.sub(r"(?<![0-9]) | (?![0-9])", "", text.casefold())  # 1 12 and 11 2 are two
+    text = text.casefold()
+    text = SPACE.sub("", text) if " " in text else text
     numbered = NUMBERED.fullmatch(text)
     return numbered[1] + numbered[2] if numbered else text
 
@@ -73,10 +78,10 @@ def merge_names(
 
     """
     order = sorted({name for names in held.values() for name in names}, key=lambda name: (len(name), name))
-    alike = group_alike({clean_name(name): name for name in reversed(order)}.values())
-    several = [{clean_name(name): name for name in names}.values() for names in held.values()] if alike else []
-    distinguished = not together and any(map(group_alike, several))
-    merged = group_alike(order, clean_name if distinguished else find_identity)
+    merged = group_alike(order)
+    looks = [{clean_name(name): name for name in names}.values() for names in held.values()] if merged else []
+    distinguished = not together and any(map(group_alike, looks))
+    merged = group_alike(order, clean_name) if distinguished else merged
     stands = dict(zip(order, order, strict=True)) | {name: names[0] for names in merged for name in names}
     one = [f"{show_alike(names)} (as {names[0]!r})" for names in merged]
     notices = [f"{what} whose names {DIFFER} are one: {join_some(one)}"] if one else []

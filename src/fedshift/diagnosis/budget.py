@@ -23,7 +23,7 @@ from ..utils.errors import Ref, UsageError
 SHARE = 3
 """Factor between rungs: one candidate in three advances, and trains for three times as many rounds."""
 FINALISTS = 8
-"""Number of candidates up to which none is dropped before the last round."""
+"""Largest number of candidates without a drop before the last round."""
 PER_METHOD = 2
 """Maximum number of learning rates of a method that advance to another rung."""
 

@@ -63,7 +63,7 @@ from .shifts import Diagnosis, diagnose
 MOST_METHODS = 12
 """Maximum number of candidate methods from a diagnosis: FedAvg, eight recommended ones and three that always run."""
 SMALL_BATCH = 4
-"""Batch size up to which methods without BatchNorm are tried first."""
+"""Largest batch size at which methods without BatchNorm are tried first."""
 BASELINE, LOCAL = "fedavg", "single"
 """Methods that stay to the end for comparison with the advised one: the baseline, and local training."""
 CONFIRMING = 5
@@ -394,7 +394,7 @@ def begin_search(
 
 
 def list_candidates(found: Diagnosis, batch_size: int | None) -> dict[str, str]:
-    """Return the methods to try after a diagnosis with their reasons, those with the strongest support first.
+    """Return the methods to try after a diagnosis with their reasons, the best supported first.
 
     ``batch_size``: of training; small batches favor methods without BatchNorm.
     """

@@ -38,7 +38,7 @@ from ..data.decoding.volumes import (
     read_volume_header,
 )
 from ..data.far_values import FarValues
-from ..data.files.listing import UNREAD
+from ..data.files.listing import UNREAD_IMAGES
 from ..data.files.pairing import FIELDS, MASKS, match_names
 from ..data.readers.tables import SUFFIXES as TABLES
 from ..data.readers.tables import read_rows
@@ -106,7 +106,7 @@ def predict_files(
         _require_distinct_names(found)
     if signals is READABLE and not model.inputs.columns:  # images in other formats get a row that says so
         inside = (file for path in files if path.is_dir() for file in sorted(path.iterdir()))
-        found += [file for file in inside if file.suffix.lower() in UNREAD.difference(READABLE)]
+        found += [file for file in inside if file.suffix.lower() in UNREAD_IMAGES.difference(READABLE)]
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     far: dict[Path, str] = {}

@@ -94,6 +94,7 @@ def lut(table, first=0):
     return {"ModalityLUTSequence": sequence(data)}
 
 
+EMPTY = DEEP * np.uint16([[[1]], [[0]], [[1]], [[1]]])
 SQUARES = (np.arange(256)[::-1] ** 2).astype(np.uint16)
 UP = {"PlaneOrientationSequence": item(ImageOrientationPatient=[1, 0, 0, 0, 1, 0])}
 NARROW, WIDE, PADDED = palette(256, 8), palette(4096, 8), palette(200, 8, first=20, word=16)
@@ -117,6 +118,7 @@ CASES = {
     "shared slope": (DEEP, groups(**rescale(2, -1024)), DEEP * 2.0 - 1024),
     "slope of each frame": (DEEP, groups(*(rescale(n + 1, n) for n in range(4))),
                             np.stack([DEEP[n] * (n + 1.0) + n for n in range(4)])),
+    "an empty frame of slope 0": (EMPTY, groups(*(rescale(n) for n in (2, 0, 2, 2))), EMPTY * 2.0),
     "groups before the file's": (DEEP, {"RescaleSlope": 1, "RescaleIntercept": 0} | groups(**rescale(3, 5)),
                                  DEEP * 3.0 + 5),
     "real world values": (DEEP, groups(*({"RealWorldValueMappingSequence": map_values(n + 1.0)[0]} for n in range(4))),

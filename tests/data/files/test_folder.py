@@ -102,9 +102,7 @@ def test_images_beside_another_kind_are_refused(tmp_path, beside):
     (tmp_path / "north" / "cat").mkdir(parents=True)
     (tmp_path / "north" / "cat" / "1.png").write_bytes(b"")
     (tmp_path / beside).write_bytes(b"a,y\n1,0\n")
-    with pytest.raises(
-        UsageError, match=r"holds .*images or recordings in folders.*: put each kind into its own directory"
-    ):
+    with pytest.raises(UsageError, match=r"holds .*images or recordings in folders.*: put each kind"):
         read_folder(tmp_path)
 
 

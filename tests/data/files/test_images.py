@@ -4,6 +4,7 @@ from collections import Counter
 from itertools import count
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -126,6 +127,25 @@ def test_other_files_and_empty_classes_are_noticed(read, root):
     )
     assert data.faults == ("client 'gray': 1 image in a format that is not read, left out (.webp)",)
     assert data.select_clients(["color"]).faults == ()
+
+
+def test_constant_images_and_clients_that_are_not_unpacked_are_said(read, root):
+    write(root / "gray" / "cat" / "0.png", np.full((4, 6), 7, np.uint8))
+    (root / "west.zip").write_bytes(b"")
+    (root / "gray" / "cat" / "scan.nrrd").write_bytes(b"")
+    assert read().faults == ("client 'gray': 1 image in a format that is not read, left out (.nrrd)",)
+    notices = read().notices
+    assert "client 'gray': 1 of 10 images are constant, all of their pixels have one value (gray/cat/0.png)" in notices
+    assert f"{root} holds files that are not read: west.zip; unpack clients into folders" in notices
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
+def test_a_client_with_gray_of_8_bits_and_of_more_is_refused(read, root, dtype):
+    write(root / "gray" / "cat" / "2.tif", noise(4, 6, key=9, top=2, dtype=dtype))
+    if dtype == np.uint8:
+        assert read().note == "22 images of 2 clients"
+    else:
+        assert "client 'gray' has images of different depth, " in refused(read)
 
 
 # Arrangements that are refused

@@ -136,6 +136,27 @@ def test_an_image_and_a_mask_without_each_other_are_refused(read, root, kind, ot
     )
 
 
+@pytest.mark.parametrize("turned", [("images",), ("masks",), ("images", "masks"), ()])
+@pytest.mark.parametrize("orientation", [3, 6])
+def test_a_rotation_tag_of_images_or_masks_alone_is_said(read, tmp_path, turned, orientation):
+    for stem in "pqrst":
+        for kind in ("images", "masks"):
+            tag = Image.Exif()
+            tag[0x0112] = orientation if kind in turned else 1
+            picture = Image.fromarray(np.arange(16, dtype=np.uint8).reshape(4, 4) % (2 if kind == "masks" else 16))
+            (tmp_path / "tags" / "c" / kind).mkdir(parents=True, exist_ok=True)
+            picture.save(tmp_path / "tags" / "c" / kind / f"{stem}.png", exif=tag)
+    data = read(tmp_path / "tags")
+    said = "client 'c': 5 of 5 images have a rotation tag (EXIF) that their masks do not have, or the other way round ("
+    assert sum(notice.startswith(said) for notice in data.notices) == (len(turned) == 1)
+    train = data.clients[0].train
+    upright = np.rot90(np.arange(16).reshape(4, 4), 2 if orientation == 3 else -1)
+    for kind, values in (("images", train.x[0, 0]), ("masks", train.y[0])):
+        stored = np.arange(16).reshape(4, 4)
+        expected = upright if kind in turned else stored
+        assert np.array_equal(values, expected % (2 if kind == "masks" else 16))
+
+
 def test_values_that_are_no_class_are_refused(read, root):
     image, mask = draw("b", "", "w")
     mask[1, 1] = 7

@@ -8,7 +8,8 @@ along the normal, too, if it has their positions.
 
 Stored numbers become values, frame by frame, by a palette (C.7.6.3.1.5), a Modality LUT, or slope and intercept
 (C.11.1), of the frame's functional groups or of the file; without these by a Real World Value Mapping (C.7.6.16.2.11)
-or a dose's scale. Slopes of 0, and what this module does not understand, are refused by the attribute.
+or a dose's scale. Slopes of 0, unless the stored numbers are equal, and what this module does not understand, are
+refused by the attribute.
 """
 
 from __future__ import annotations
@@ -303,8 +304,8 @@ def _apply_modality(found: Any, numbers: Array, frame: int) -> Array:
     if slope is None and intercept is None:
         name, slope, intercept = _find_other_scale(found, frame)
     slope, intercept = float(1 if slope is None else slope), float(intercept or 0)
-    if slope == 0 or not math.isfinite(slope) or not math.isfinite(intercept):
-        raise Unreadable(f"has the {name} {slope:g}, which makes all its values one number: write it again")
+    if not (math.isfinite(slope) and math.isfinite(intercept)) or (slope == 0 and np.ptp(numbers)):
+        raise Unreadable(f"has the {name} {slope:g}, which makes its values one number, or none: write it again")
     return numbers if (slope, intercept) == (1.0, 0.0) else numbers * slope + intercept
 
 

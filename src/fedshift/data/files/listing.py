@@ -27,7 +27,10 @@ LAYOUT = (
     "(with masks: the folders images and masks in place of classes)"
 )
 
-UNREAD = frozenset({".avif", ".dcm", ".heic", ".heif", ".jfif", ".jp2", ".tga", ".webp"})
+UNREAD_IMAGES = frozenset({
+    ".avif", ".czi", ".dcm", ".dng", ".exr", ".heic", ".heif", ".jfif", ".jp2", ".jpe", ".jxl", ".mgz", ".mha", ".mhd",
+    ".ndpi", ".nrrd", ".psd", ".svs", ".tga", ".webp",
+})  # fmt: skip
 """Suffixes of image formats that cannot be read; skipping such files loses data."""
 
 CLASSES, MASKS, VOLUMES, RECORDINGS = ("classes", "masks", "volumes", "recordings")
@@ -184,7 +187,7 @@ def list_files(
             images = [f for f in files if f.name.lower().endswith(known) or (slices and is_dicom(Path(f)))]
             kept = {file.name for file in images}
             lost = (_find_suffix(file.name) for file in files if file.name not in kept)
-            others.update(suffix for suffix in lost if suffix.lower() not in UNREAD and suffix not in attached)
+            others.update(suffix for suffix in lost if suffix.lower() not in UNREAD_IMAGES and suffix not in attached)
             if not images and not series:
                 notices.append(f"client {name!r}: {folder.path} holds no image")
             prefix = Path(folder).relative_to(root).as_posix()
@@ -265,7 +268,7 @@ def _is_recording(file: os.DirEntry[str]) -> bool:
 
 def list_strays(path: Path) -> list[str]:
     """Return a notice about files beside the clients' folders that could be clients and are not read, if any."""
-    files = [file.name for file in list_content(path)[0] if Path(file.name).suffix.lower() in _ARCHIVES | UNREAD]
+    files = [file.name for file in list_content(path)[0] if Path(file.name).suffix.lower() in _ARCHIVES | UNREAD_IMAGES]
     return [f"{path} holds files that are not read: {join_some(files)}; unpack clients into folders"] if files else []
 
 
@@ -284,6 +287,6 @@ def list_unread(folder: Path, name: str, readable: Collection[str] = ()) -> list
 
 def describe_lost(name: str, files: Iterable[str | Path]) -> list[str]:
     """Return a sentence about those of a client's ``files`` that are images in a format that is not read, if any."""
-    lost = Counter(suffix for suffix in map(_find_suffix, files) if suffix.lower() in UNREAD)
+    lost = Counter(suffix for suffix in map(_find_suffix, files) if suffix.lower() in UNREAD_IMAGES)
     images, kinds = f"{lost.total()} image{'s' * (lost.total() > 1)}", ", ".join(sorted(lost))
     return [f"client {name!r}: {images} in a format that is not read, left out ({kinds})"] if lost else []

@@ -529,13 +529,12 @@ def load(scan: Scan, reading: ReadOptions, assign: Assign) -> Loaded:
         images, unkept = decoded[name]
         notices += _list_notices(files, name, images, lost[name], reading)
         faults += _list_faults(files, name, {f.path: broken[f.path] for f in client.files if f.path in broken})
-        notices += [
-            Information(f"{reading.cache_directory} cannot be written ({unkept}): images are kept in memory")
-        ] * (bool(unkept))
+        if unkept:
+            text = f"{reading.cache_directory} cannot be written ({unkept}): images are kept in memory"
+            notices.append(Information(text))
     stores = [make_store(files, name, decoded[name][0], how[name], reading) for name in files.clients]
-    make_room(
-        reading.cache_directory, files.used + 2 * sum(x.nbytes for images, _ in decoded.values() for x in images.values)
-    )
+    used = sum(x.nbytes for images, _ in decoded.values() for x in images.values)
+    make_room(reading.cache_directory, files.used + 2 * used)  # as decoded, and as scaled
     return Loaded(
         stores=stores, decodings=list(how.values()), left_out=set[str]().union(*lost.values()),
         extents=[np.array(files.list_sizes(client), np.int64) for client in files.clients.values()],

@@ -875,8 +875,15 @@ def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOpt
         for table in tables:
             if pa.types.is_nested(kind := table.cells.schema.field(name).type):
                 raise UsageError(f"{table.path}: column {name!r} holds {kind}: give it one value a row")
-    notices = [notice for table in tables for notice in table.notices]
-    free = [name for name in names if name not in (*roles, *reading.ignored)] if reading.split_column is None else []
+    return _adopt_split(tables, reading, [notice for table in tables for notice in table.notices])
+
+
+def _adopt_split(
+    tables: Sequence[Table], reading: ReadOptions, notices: list[str]
+) -> tuple[ReadOptions, list[str]]:  # fmt: skip
+    """Return ``reading`` with a column that is called split, if none is named, and ``notices`` of such columns."""
+    taken = (*reading.role_columns, *reading.ignored)
+    free = [name for name in tables[0].names if name not in taken] if reading.split_column is None else []
     for name, values in ((name, _find_split(name, tables)) for name in free):
         if values and name.strip().lower() == "split" and reading.split_column is None and SIDES.keys() >= values:
             notices.append(Information(f"column {name!r} assigns rows to training, validation and testing"))

@@ -274,8 +274,10 @@ def describe_description(facts: Mapping[str, Any], counts: str) -> list[str]:
         f"{facts['classes']} classes{': ' + ', '.join(names) if names else ', without names'}",
     ]
     if facts["columns"]:
-        texts = [f"{each['name']} ({', '.join(each['categories'])})" if each["categories"] else each["name"]
-                 for each in facts["columns"]]  # fmt: skip
+        held = {
+            each["name"]: ", ".join(each["categories"] or filter(None, [each["unit"]])) for each in facts["columns"]
+        }
+        texts = [f"{name} ({some})" if some else name for name, some in held.items()]
         lines.append(f"columns and their categories: {'; '.join(texts)}")
     told = "not disclosed" if labels is None else f"{', '.join(map(str, labels))} ({counts})"
     lines.append(f"training samples by class: {told}")
