@@ -27,13 +27,12 @@ from itertools import accumulate
 from math import prod
 from pathlib import Path
 from threading import Lock
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import cloudpickle
 import numpy as np
 import torch
 from joblib import Parallel, delayed
-from joblib._memmapping_reducer import _get_backing_memmap, _reduce_memmap_backed
 from numpy.typing import NDArray
 from torch import Tensor
 from typing_extensions import override
@@ -223,38 +222,52 @@ def read_store(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tenso
     return store.index_select(0, rows) if isinstance(store, Tensor) else store.read(rows, key)
 
 
-class FileStore(LazyStore):
-    """An array ``[N, ...]`` in a file, which is mapped while rows of it are copied."""
+class FileArray(NamedTuple):
+    """Where the values of a mapped array are in its file."""
 
-    def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
+    path: Path
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    offset: int
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, array: np.memmap[Any, Any]) -> FileArray:
+        """Return the place of ``array``, which may be a view of what was mapped."""
         root = array
         while isinstance(root.base, np.memmap):
             root = root.base
         start = array.__array_interface__["data"][0] - root.__array_interface__["data"][0]
-        self.where, self._path = where, Path(str(array.filename)).resolve()
-        self._layout = array.shape, array.dtype, root.offset + start, array.strides
-        super().__init__(where, len(array), self._load(np.zeros(1, np.int64), ()))
+        path = Path(str(array.filename)).resolve()
+        return cls(path, array.shape, array.dtype, root.offset + start, array.strides)
 
-    def _map(self) -> Array:
-        """Return the array as it is in the file now."""
-        shape, dtype, offset, strides = self._layout
+    def map(self) -> Array:
+        """Return the array as it is in the file now; raise :class:`UsageError` if it cannot be read."""
         try:
-            return np.ndarray(shape, dtype, np.memmap(self._path, np.uint8, "r").data, offset, strides)
+            return np.ndarray(*self[1:3], np.memmap(self.path, np.uint8, "c").data, *self[3:])
         except (OSError, TypeError, ValueError) as error:
             raise UsageError(
-                f"{self._path} cannot be read ({error}): give a complete file, and keep it in place"
+                f"{self.path} cannot be read ({error}): give a complete file, and keep it in place"
             ) from error
+
+
+class FileStore(LazyStore):
+    """An array ``[N, ...]`` in a file, which is mapped while rows of it are copied."""
+
+    def __init__(self, array: np.memmap[Any, Any], where: str) -> None:
+        self.where, self._array = where, FileArray.of(array)
+        super().__init__(where, len(array), self._load(np.zeros(1, np.int64), ()))
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
-        return to_tensor(self._map()[rows], self.where, copy=False)
+        return to_tensor(self._array.map()[rows], self.where, copy=False)
 
     @override
     def digest(self, rows: NDArray[np.int64]) -> bytes:
-        x = self._map()
-        if self._path.stat().st_size <= CONTENT:
+        x, path = self._array.map(), self._array.path
+        if path.stat().st_size <= CONTENT:
             return digest_arrays(x[some] for some in divide(rows, CHUNK_ROWS))
-        return blake2b(repr(self._layout).encode() + rows.tobytes() + digest_files([[self._path]])).digest()
+        return blake2b(repr(self._array[1:]).encode() + rows.tobytes() + digest_files([[path]])).digest()
 
 
 class MappedStore(LazyStore):
@@ -299,14 +312,12 @@ class MappedStore(LazyStore):
             raise FedshiftError(f"{self._files[row]} {error}") from error
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the places of mapped arrays: another process maps the same files."""
-        backing = [(x, _get_backing_memmap(x)) for x in self._arrays]
-        places = [(np.array, (x,)) if file is None else _reduce_memmap_backed(x, file) for x, file in backing]
-        return vars(self) | {"_arrays": places}
+        sent = (FileArray.of(x) if isinstance(x, np.memmap) and x.filename is not None else x for x in self._arrays)
+        return {**vars(self), "_arrays": tuple(sent)}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._arrays = tuple(np.asarray(open_array(*arguments)) for open_array, arguments in state["_arrays"])
+        held = tuple(x.map() if isinstance(x, FileArray) else x for x in state["_arrays"])
+        vars(self).update(state | {"_arrays": held})
 
 
 class DatasetStore(LazyStore):
