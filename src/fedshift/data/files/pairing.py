@@ -29,11 +29,6 @@ Name = tuple[str, str]
 """A part, such as ``train``, and the name of a file without its suffix."""
 
 
-def list_left_out(pairs: Mapping[str, tuple[Pair, ...]], broken: Collection[str]) -> set[str]:
-    """Return the images of pairs that contain a ``broken`` file."""
-    return {image.path for own in pairs.values() for image, mask in own if image.path in broken or mask.path in broken}
-
-
 def list_empty(
     name: str, pairs: tuple[Pair, ...], held: NDArray[np.bool_], unusable: Collection[str], *, white: bool
 ) -> list[str]:
