@@ -163,7 +163,7 @@ def read(source: Path, reading: ReadOptions) -> Source:
         return _read_masks(files, notices, reading)
     labels = _number_labels(source, places, reading)
     y = {name: torch.tensor([labels[file.category] for file in client.images]) for name, client in clients.items()}
-    return _make_source(
+    return make_source(
         files, y, reading, task=reading.task or CLASSIFICATION, classes=reading.classes or len(labels),
         class_names=tuple(labels), notices=tuple(notices),
     )  # fmt: skip
@@ -243,7 +243,7 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
     return labels
 
 
-def _make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, **facts: Any) -> Source:
+def make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, **facts: Any) -> Source:
     """Return the source of files with the targets ``y`` of each client."""
     rows = _list_images(files, reading)
     return Source(
@@ -482,7 +482,7 @@ def _read_masks(files: Folders, notices: list[str], reading: ReadOptions) -> Sou
         shown = {path: header.resample(spacing) if spacing else header for path, header in files.shown.items()}
         task, said = grids.choose_spacing(task, list(shown.values()), [files.sizes[path] for path in shown])
         notices += said
-    return _make_source(
+    return make_source(
         files, targets, reading, task=task, classes=classes, classes_checked=True, notices=tuple(notices)
     )
 
