@@ -164,13 +164,8 @@ def read(source: Path, reading: ReadOptions) -> Source:
             "task": reading.task or CLASSIFICATION, "classes": reading.classes or len(labels),
             "class_names": tuple(labels), "notices": (),
         }  # fmt: skip
-    rows = _list_images(files, reading)
-    return Source(
-        name=source.resolve().name, rows=rows, decode=partial(_decode, files, rows, reading),
-        arrays=tuple(Array(where=f"client {name!r}", y=own) for name, own in y.items()),
-        note=f"{{samples}} {_NOUNS[content]} of {{clients}} clients", faults=tuple(faults),
-        **(facts | {"notices": (*notices, *told, *facts["notices"])}),
-    )  # fmt: skip
+    facts |= {"notices": (*notices, *told, *facts["notices"])}
+    return make_source(files, y, reading, faults=tuple(faults), **facts)
 
 
 def _refuse_options(source: Path, content: str, reading: ReadOptions) -> None:
@@ -241,6 +236,16 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
             "many"
         )
     return labels
+
+
+def make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, **facts: Any) -> Source:
+    """Return the source of files with the targets ``y`` of each client."""
+    rows = _list_images(files, reading)
+    return Source(
+        name=files.path.resolve().name, rows=rows, decode=partial(_decode, files, rows, reading),
+        arrays=tuple(Array(where=f"client {name!r}", y=own) for name, own in y.items()),
+        note=f"{{samples}} {_NOUNS[files.content]} of {{clients}} clients", **facts,
+    )  # fmt: skip
 
 
 def _list_images(files: Folders, reading: ReadOptions) -> pd.DataFrame:
