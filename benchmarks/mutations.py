@@ -292,7 +292,7 @@ DATA = (
     Fault("test-rows-fit-the-scale", "data/datasets/heart_disease.py", "heart_disease",
           "prepare_rows(x, slice(len(train)), columns)", "prepare_rows(x, slice(None), columns)",
           "tests/data/datasets/test_heart_disease.py"),
-    Fault("labels-numbered-by-each-client", "data/readers/folders.py", "scan",
+    Fault("labels-numbered-by-each-client", "data/readers/folders.py", "read",
           "labels[file.category] for file in client.images",
           "sorted({f.category for f in client.images}).index(file.category) for file in client.images",
           "tests/data/files/test_images.py tests/data/files"),

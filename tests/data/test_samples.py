@@ -55,7 +55,7 @@ def test_volumes_are_scaled_by_channel_as_images_are():
         (np.zeros((4, 2, 8, 9), np.float32), (2, 8, 9), torch.float32),
         (np.zeros((4, 1, 5, 8, 8), np.int64), (1, 5, 8, 8), torch.uint8),
         (np.zeros((4, 2, 3, 8, 8), np.float32), (2, 3, 8, 8), torch.float32),
-        (np.zeros((4, 5), np.int32), (5,), torch.float32),
+        (np.zeros((4, 5), np.int32), (5,), torch.float64),
         (np.zeros((4, 5), np.uint8), (5,), torch.float32),
         (np.zeros((4, 5), np.int64), (5,), torch.int64),
         (np.zeros((4, 5), np.float64), (5,), torch.float64),
@@ -99,8 +99,8 @@ def test_arrays_that_cannot_be_written_are_fine():
         (np.zeros(4), np.zeros(4), "samples need two or more dimensions"),
         (np.zeros((4, 8, 8)), np.array([0, 1, 0.5, 1]), "labels are not whole numbers"),
         (np.zeros((4, 8, 8)), np.array([0, 1, np.nan, 1]), "labels are not whole numbers"),
-        (np.zeros((4, 8, 8)), np.array(["a", "b", "c", "d"]), "both must be numbers"),
-        (np.zeros((4, 8, 8), complex), np.zeros(4), "both must be numbers"),
+        (np.zeros((4, 8, 8)), np.array(["a", "b", "c", "d"]), "where numbers are expected"),
+        (np.zeros((4, 8, 8), complex), np.zeros(4), "where numbers are expected"),
         (np.zeros((4, 8, 8, 4), np.uint8), np.zeros(4), "bring channels to the second place (numpy.moveaxis)"),
         (np.zeros((4, 2, 8, 8, 3), np.uint8), np.zeros(4), "volumes [N, C, D, H, W]"),
         (np.zeros((4, 8, 8, 8, 4), np.uint8), np.zeros(4), "bring channels to the second place"),
@@ -116,5 +116,5 @@ def test_arrays_that_cannot_be_written_are_fine():
 def test_other_arrays_are_refused_and_said_where(x, y, said):
     with pytest.raises(UsageError) as refused:
         to_samples(x, y, "client 'a', test data")
-    assert str(refused.value).startswith("client 'a', test data: ")
+    assert str(refused.value).startswith("client 'a', test data")
     assert said in str(refused.value)

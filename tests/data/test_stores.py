@@ -142,7 +142,9 @@ def test_faults_of_mapped_files_are_refused_by_name(tiny, tmp_path):
         read_folder(folder, ["an"])
     file = folder / "bob" / "train" / "x.npy"
     file.write_bytes(file.read_bytes()[:-10])
-    with pytest.raises(UsageError, match=r"bob/train/x\.npy cannot be mapped .*: write it again with numpy\.save"):
+    with pytest.raises(
+        UsageError, match=r"bob/train/x\.npy cannot be read as arrays .*; write it again with numpy\.save"
+    ):
         read_folder(folder)
     np.save(folder / "bob" / "test" / "y.npy", np.zeros(12, int))
     np.save(file, np.full((17, 8, 8), 300))

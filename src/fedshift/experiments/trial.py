@@ -296,7 +296,7 @@ class Trial:
     @property
     def identity(self) -> dict[str, str]:
         """Settings, by name, that must be unchanged to continue from a checkpoint."""
-        digests = {f"data of {what}": digest for what, digest in self.data.digests.items()}
+        digests = {f"version of the data of {what}": digest for what, digest in self.data.digests.items()}
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),
