@@ -202,7 +202,7 @@ def test_arrays_by_name_are_the_same_from_files_and_memory(kind, tmp_path):
         ),
         ({name: own[name] for name in own if name != "x_test"}, r"no array 'x_test', or file test/x\.npy"),
         (own | {"x_val": X}, r"has no array 'y_val', or file val/y\.npy"),
-        (own | {"x_val": X, "x_dev": X}, "validation data twice, as 'val' and 'dev'"),
+        (own | {"x_val": X, "x_dev": X}, "validation data twice, as 'dev' and 'val'"),
     ):
         with pytest.raises(UsageError, match=said):
             load_named(arrays)

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.data.federation import ClientData
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples, to_samples
 from fedshift.utils.errors import UsageError
 
@@ -35,7 +35,8 @@ def test_volumes_are_scaled_by_channel_as_images_are():
     x = np.random.default_rng(0).integers(0, 256, (3, 2, 4, 5, 6))
     part = to_samples(x, np.zeros(3))
     assert np.abs(part.inputs(slice(None), torch.float64).numpy() - (x / 127.5 - 1)).max() <= 1e-12
-    client = ClientData(name="a", train=part, test=part).normalize()
+    data = Federation(name="a", clients=(ClientData(name="a", train=part, test=part),), classes=1)
+    (client,) = data.normalize_clients().clients
     mean, std = (each(x / 255, axis=(0, 2, 3, 4), keepdims=True) for each in (np.mean, np.std))
     found = client.train.inputs(slice(None), torch.float64).numpy()
     assert np.abs(found - (x / 255 - mean[0]) / std[0]).max() <= 1e-5  # mean and deviation are kept in float32
@@ -54,7 +55,7 @@ def test_volumes_are_scaled_by_channel_as_images_are():
         (np.zeros((4, 2, 8, 9), np.float32), (2, 8, 9), torch.float32),
         (np.zeros((4, 1, 5, 8, 8), np.int64), (1, 5, 8, 8), torch.uint8),
         (np.zeros((4, 2, 3, 8, 8), np.float32), (2, 3, 8, 8), torch.float32),
-        (np.zeros((4, 5), np.int32), (5,), torch.float32),
+        (np.zeros((4, 5), np.int32), (5,), torch.float64),
         (np.zeros((4, 5), np.uint8), (5,), torch.float32),
         (np.zeros((4, 5), np.int64), (5,), torch.int64),
         (np.zeros((4, 5), np.float64), (5,), torch.float64),
@@ -98,8 +99,8 @@ def test_arrays_that_cannot_be_written_are_fine():
         (np.zeros(4), np.zeros(4), "samples need two or more dimensions"),
         (np.zeros((4, 8, 8)), np.array([0, 1, 0.5, 1]), "labels are not whole numbers"),
         (np.zeros((4, 8, 8)), np.array([0, 1, np.nan, 1]), "labels are not whole numbers"),
-        (np.zeros((4, 8, 8)), np.array(["a", "b", "c", "d"]), "both must be numbers"),
-        (np.zeros((4, 8, 8), complex), np.zeros(4), "both must be numbers"),
+        (np.zeros((4, 8, 8)), np.array(["a", "b", "c", "d"]), "where numbers are expected"),
+        (np.zeros((4, 8, 8), complex), np.zeros(4), "where numbers are expected"),
         (np.zeros((4, 8, 8, 4), np.uint8), np.zeros(4), "bring channels to the second place (numpy.moveaxis)"),
         (np.zeros((4, 2, 8, 8, 3), np.uint8), np.zeros(4), "volumes [N, C, D, H, W]"),
         (np.zeros((4, 8, 8, 8, 4), np.uint8), np.zeros(4), "bring channels to the second place"),
@@ -115,5 +116,5 @@ def test_arrays_that_cannot_be_written_are_fine():
 def test_other_arrays_are_refused_and_said_where(x, y, said):
     with pytest.raises(UsageError) as refused:
         to_samples(x, y, "client 'a', test data")
-    assert str(refused.value).startswith("client 'a', test data: ")
+    assert str(refused.value).startswith("client 'a', test data")
     assert said in str(refused.value)

@@ -184,7 +184,6 @@ def tree(tmp_path: Path, read):
             "client 'b' has no file to read (.bmp, .gif, .jpeg, .jpg, .pbm, .pgm, .png, .ppm, .tif, .tiff) in",
         ),
         (["a/cat/0.png", "b/cat/"], "client 'b' has no file to read"),
-        ([".hidden/cat/0.png"], "tree holds no folder"),
         (
             ["a/cat/0.png", "a/dog/0.png"],
             "client 'a' has no sample for test among its 2: it has one sample of each class",
@@ -197,10 +196,6 @@ def tree(tmp_path: Path, read):
 )
 def test_another_arrangement_is_refused_with_the_folder_and_the_way_out(tree, files, said):
     assert said in tree(*files)
-
-
-def test_a_directory_that_is_none_is_refused(read, tmp_path):
-    assert f"{tmp_path / 'nowhere'} is not a directory" in refused(read, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

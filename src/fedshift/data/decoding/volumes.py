@@ -364,7 +364,9 @@ def _describe_grid(file: Path, places: tuple[int, ...], affine: NDArray[np.float
 def _describe_series(folder: Path, series: Series) -> tuple[VolumeHeader, Array]:
     """Return the header of a folder of slices, and the orientation with which their array is turned."""
     described, turned = _describe_grid(folder, series.shape, series.affine)
-    return replace(described, patient=series.patient, hounsfield=holds_hounsfield(series.slices[0])), turned
+    return replace(
+        described, patient=read_patient(series.slices[0]), hounsfield=holds_hounsfield(series.slices[0])
+    ), turned
 
 
 def _describe_dicom(found: Any) -> VolumeHeader:
