@@ -21,7 +21,7 @@ MISSING = ("", "?", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "NULL", "n
 """Texts that mark a missing value, after surrounding spaces are removed."""
 CODES = (
     "-", "--", ".", "..", "na", "n.a.", "nil", "none", "unk", "unknown", "missing", "not available", "not done",
-    "not measured",
+    "not measured", "#div/0!", "#value!", "#ref!", "#name?", "#num!", "#null!",
 )  # fmt: skip
 """Texts, in lower case, that mark a missing value among numbers; among other texts they are categories."""
 TRUTHS = {"true": 1, "false": 0}
