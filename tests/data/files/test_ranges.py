@@ -25,11 +25,6 @@ nibabel = pytest.importorskip("nibabel")
 SIZE = 10
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-
-
 def draw(key, top=4096, shape=(16, 12)):
     return np.random.default_rng(key).integers(top // 4, top, shape).astype(np.uint16)
 
