@@ -271,6 +271,9 @@ def test_cards_followed_by_the_word_give_the_predictions(write, given, options, 
     settings = {"methods": "fedavg", "model": linear, "rounds": 1, "lr": 0.05, "batch_size": 4, "engine": "sequential"}
     result = fedshift.compare(**settings | source | options, out=tmp_path / "run", progress=False)
     client = "a" if "target" in source or options.get("normalize") == "client" else None
+    if client:
+        with pytest.raises(UsageError, match=r"the global model needs a client's scale: name a client \(client\)"):
+            result.export(tmp_path / "none", onnx=False)
     model = fedshift.load(result.export(tmp_path / "model", client=client, onnx=False))
     card = (model.directory / "README.md").read_text()
     assert write is write_table or "as the run recorded" in card
