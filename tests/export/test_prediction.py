@@ -123,27 +123,6 @@ def test_voxels_of_a_sheared_volume_have_the_volume_between_their_edges(tmp_path
     assert row["milliliters bright"] == pytest.approx(bright.sum() * 0.003)
 
 
-def test_masks_of_tilted_volumes_at_another_spacing_lie_where_the_truth_does(tmp_path):
-    cosine, sine = np.cos(np.radians(20)), np.sin(np.radians(20))
-    turned = np.array([[0, -cosine, -sine], [1, 0, 0], [0, sine, -cosine]])  # tilted around the axis to the front
-    affine = np.eye(4)
-    affine[:3, :3], affine[:3, 3] = turned * (1.0, 0.8, 2.5), (-20, 30, -50)
-    shape = (40, 50, 18)
-    middle = affine[:3, :3] @ (22, 24, 9) + affine[:3, 3]
-    places = np.stack(np.indices(shape), axis=-1) @ affine[:3, :3].T + affine[:3, 3]
-    inside = (((places - middle) / (12, 9, 14)) ** 2).sum(-1) < 1
-    save(tmp_path / "a.nii", np.where(inside, 900, 100).astype(np.int16), affine)
-    decoding = Decoding(kind="volume", spacing=(1.5, 1.25, 1.0))
-    model = make_model(Preparation(shape=(1, 30, 32, 40), dtype="float32", decoding=decoding))
-    (row,) = predict_files(model, [tmp_path / "a.nii"], tmp_path / "out").rows
-    assert row["status"] == "predicted"
-    made = nibabel.load(tmp_path / "out" / "a.nii.gz")
-    assert np.array_equal(made.affine, nibabel.load(tmp_path / "a.nii").affine)
-    found = np.asarray(made.dataobj) == 1
-    assert 2 * (found & inside).sum() / (found.sum() + inside.sum()) > 0.95
-    assert np.linalg.norm(places[found].mean(axis=0) - middle) < 0.2  # millimeters
-
-
 def test_the_table_has_what_was_predicted_before_an_interruption(tmp_path):
     for name in "ab":
         save(tmp_path / f"{name}.nii", draw_volume()[0], np.eye(4))

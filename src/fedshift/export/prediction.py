@@ -219,15 +219,16 @@ def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[
 def _read_truth(truths: _Truths, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
     """Return the true mask of ``image``, whose header is ``header``; raise :class:`UsageError` if it is unfit."""
     mask = truths.masks[image]
-    classes = to_classes(_decode_beside(mask, image, header), white=truths.white)
+    classes = _decode_beside(mask, image, header)
     wrong = classes[(classes >= truths.classes) & (classes != IGNORED)]
     if wrong.size:
         raise UsageError(
             f"has mask {mask}, which has the value {wrong[0]}: give classes 0..{truths.classes - 1}, or {IGNORED} "
             "where a pixel is ignored"
         )
-    fields = _decode_beside(truths.fields[image], image, header) if image in truths.fields else None
-    return to_classes(classes, white=False, fields=fields)
+    fields = _decode_beside(truths.fields[image], image, header)[None] if image in truths.fields else None
+    truth: NDArray[np.uint8] = to_classes(classes[None], white=truths.white, fields=fields, sizes=())[0]
+    return truth
 
 
 def _decode_beside(file: Path, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
