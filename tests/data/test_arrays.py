@@ -80,8 +80,8 @@ def test_arrays_of_other_libraries_are_read_by_their_protocol():
         (1000.0 + 0 * SCALED + X[:, :1, None, None], "images of floats reach the network unscaled, .*: 99"),
         (BYTES // 128, "8-bit pixels are 0 to 1 at all clients, .*: multiply them by 255 if 1 is white"),
         (BYTES // 16, "8-bit pixels are 0 to 15 at all clients, .*: multiply them by 17"),
-        (np.resize(BYTES, (12, 3, 8, 3)), "samples 3 x 8 x 3 have 3 channels, in front, and sides of 8 x 3"),
-        (np.resize(BYTES, (12, 1, 28, 1)), "samples 1 x 28 x 1 have 1 channels, in front"),
+        (np.resize(BYTES, (12, 3, 8, 3)), "samples of shape 3 x 8 x 3 have 3 channels, in front; give images"),
+        (np.resize(BYTES, (12, 1, 28, 1)), "samples of shape 1 x 28 x 1 have 1 channels, in front"),
     ],
 )  # fmt: skip
 def test_what_is_unlikely_to_be_meant_is_said_in_one_line(x, notice):
@@ -298,7 +298,7 @@ class Endless(IterableDataset):
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Endless(), "Endless has no length: give a map-style torch.utils.data.Dataset"),
+        (Endless(), "Endless has no length: give a map-style dataset"),
         (Items((BYTES[0], 0), (SCALED[0], 1)), r"sample 1 has shape \(1, 5, 6\) and the first \(1, 5, 6\) of uint8"),
         (Items((BYTES[0], 0), (BYTES[0] > 9, 1)), r"sample 1 has shape \(1, 5, 6\) of bool and the first"),
         (Items((X[0], [0]), (X[1], [0, 1])), r"labels: sample 1 has shape \(2,\) and the first \(1,\)"),
