@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedshift.data.federation import ClientData
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.samples import Samples, to_samples
 from fedshift.utils.errors import UsageError
 
@@ -35,7 +35,8 @@ def test_volumes_are_scaled_by_channel_as_images_are():
     x = np.random.default_rng(0).integers(0, 256, (3, 2, 4, 5, 6))
     part = to_samples(x, np.zeros(3))
     assert np.abs(part.inputs(slice(None), torch.float64).numpy() - (x / 127.5 - 1)).max() <= 1e-12
-    client = ClientData(name="a", train=part, test=part).normalize()
+    data = Federation(name="a", clients=(ClientData(name="a", train=part, test=part),), classes=1)
+    (client,) = data.normalize_clients().clients
     mean, std = (each(x / 255, axis=(0, 2, 3, 4), keepdims=True) for each in (np.mean, np.std))
     found = client.train.inputs(slice(None), torch.float64).numpy()
     assert np.abs(found - (x / 255 - mean[0]) / std[0]).max() <= 1e-5  # mean and deviation are kept in float32
