@@ -170,11 +170,11 @@ def test_mapped_samples_train_in_less_memory_than_they_take(tmp_path):
     def status(name: str) -> int:
         return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) // 1024
 
-    data, work = read_folder(tmp_path / "big").check(), Work(batch_size=32, epochs=1)
+    settings = Settings(rounds=1, work=Work(batch_size=32, epochs=1), optimizer=SGD(lr=0.05), engine="sequential")
+    trial = Trial(fedavg(), thumbnail, read_folder(tmp_path / "big").check(), settings, 0)
     Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts
     before = status("VmRSS")
-    (rows, *_), _ = run(data, fedavg(), "sequential", model=thumbnail, work=work)
-    assert 16_000 in {row["samples"] for row in rows}
+    assert 16_000 in {row["samples"] for row in trial.advance().rows}
     assert status("VmHWM") - before < 128
 
 
