@@ -81,20 +81,6 @@ class ClientData:
         """Return the client with these splits replaced."""
         return replace(self, **splits)
 
-    @classmethod
-    def from_rows(
-        cls,
-        name: str,
-        x: Tensor | LazyStore,
-        y: Tensor,
-        rows: Mapping[str, NDArray[np.int64]],
-        group: Tensor | None = None,
-    ) -> ClientData:
-        """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y`` and groups."""
-        whole = Samples(x=x, y=y, group=group)
-        taken = {split: torch.from_numpy(index) for split, index in rows.items() if len(index) or split != "validation"}
-        return cls.from_splits(name, {split: whole.take(index) for split, index in taken.items()})
-
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
 
