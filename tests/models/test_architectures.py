@@ -6,9 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.models.digits import digit_cnn_bn, digit_cnn_dropout, small_cnn
-from fedshift.models.fedmmb import cfnn3, cfnn4, fnn2
-from fedshift.models.mlp import abide_mlp, synthetic_mlp
+from fedshift.models.digits import cfnn3, cfnn4, digit_cnn_bn, digit_cnn_dropout, small_cnn
+from fedshift.models.mlp import abide_mlp, fnn2, synthetic_mlp
 from fedshift.models.vision import alexnet_bn, alexnet_dropout, resnet20, vgg16_fedmmb
 
 # torchvision's AlexNet, of the same convolutions and FC layers, has 61,100,840 ("num_params" of AlexNet_Weights).
