@@ -34,7 +34,6 @@ from .identity import refuse_hidden
 from .patches import Patches, Size
 from .preparation import FeatureScaling, Normalization, Preparation
 from .samples import (
-    SHOWN,
     Samples,
     describe_shape,
     digest_samples,
@@ -45,6 +44,8 @@ from .samples import (
 from .schema import Schema
 from .stores import LazyStore
 
+SHOWN = 20
+"""Maximum number of clients to print one by one."""
 LAZY = Information(
     "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
     "`fedshift data check` finds copies"
@@ -87,13 +88,12 @@ class ClientData:
         x: Tensor | LazyStore,
         y: Tensor,
         rows: Mapping[str, NDArray[np.int64]],
-        files: tuple[str, ...] = (),
         group: Tensor | None = None,
     ) -> ClientData:
         """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y`` and groups."""
         whole = Samples(x=x, y=y, group=group)
         taken = {split: torch.from_numpy(index) for split, index in rows.items() if len(index) or split != "validation"}
-        return cls.from_splits(name, {split: whole.take(index) for split, index in taken.items()}, files)
+        return cls.from_splits(name, {split: whole.take(index) for split, index in taken.items()})
 
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())

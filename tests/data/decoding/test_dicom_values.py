@@ -173,7 +173,7 @@ REFUSED = {
     "groups of fewer frames": (DEEP, groups(place(0, 0, 0)), "has 4 frames, and PerFrameFunctionalGroupsSequence 1"),
     "frames by detector": (DEEP, {"FrameIncrementPointer": [0x00540020, 0x00540080], "DetectorVector": [1, 1, 2, 2]},
                            "has 4 frames by DetectorVector, not by slices"),
-    "a slice twice": (DEEP, {"FrameIncrementPointer": 0x00540080, "SliceVector": [1, 1, 2, 2]}, "frames by SliceVector"),
+    "a slice twice": (DEEP, {"FrameIncrementPointer": 0x00540080, "SliceVector": [1, 1, 2, 2]}, "by SliceVector"),
     "frames in time": (DEEP, {"FrameIncrementPointer": 0x00181063, "FrameTime": 40}, "has 4 frames in time"),
     "several real worlds": (DEEP[0], {"RealWorldValueMappingSequence": sequence(*map_values(1), *map_values(2))},
                             "has a RealWorldValueMappingSequence, and no RescaleSlope"),

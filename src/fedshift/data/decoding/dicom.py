@@ -132,10 +132,10 @@ def _refuse_other_frames(found: Any, frames: int) -> None:
     times = int(found.get("NumberOfTemporalPositions") or 1) > 1 or names & _IN_TIME
     if times or (not placed and any(name in found for name in _IN_TIME)):
         raise Unreadable(f"has {frames} frames in time: write each point in time to its own file")
-    for name in names:
+    for name in sorted(names):
         values = found.get(name)
-        several = not isinstance(values, Sequence) or len(set(values)) > 1
-        if several and (name != "SliceVector" or list(values) != sorted(set(values))):
+        fixed = isinstance(values, Sequence) and len(set(values)) == 1
+        if not (fixed or (name == "SliceVector" and values and list(values) == sorted(set(values)))):
             raise Unreadable(f"has {frames} frames by {name}, not by slices: write each volume to its own file")
 
 

@@ -231,8 +231,7 @@ def _sort_names(
         if role in roles and end in SPLIT_OF and (role == "x" or not one):
             split = SPLIT_OF[end]
             if (known := ends.setdefault(split, end)) != end:
-                one, other = sorted([known, end])
-                raise UsageError(f"{where} has {split} data twice, as {one!r} and {other!r}: leave one out")
+                raise UsageError(f"{where} has {split} data twice, as {known!r} and {end!r}: leave one out")
             names.setdefault(split, {}).setdefault(role, {})[one] = name
     if len(names) > 1:
         names.pop("", None)

@@ -12,6 +12,7 @@ the class folders of all clients, selected or not. A mask has the class of each 
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -664,6 +665,9 @@ def _list_notices(files: Folders, name: str, images: Pixels, reading: ReadOption
     if several := {path: count for path, count in frames.items() if count > 1}:
         told = join_some(f"{path}: {count}" for path, count in several.items())
         notices.append(f"client {name!r}: {len(several)} files hold several frames, the first is read ({told})")
+    changes = Counter(getattr(files.headers.get(f.path), "changed", "") for f in client.images)
+    counts = [f"{count} of {len(client.images)} images {change}" for change, count in changes.items() if change]
+    notices += [Information(f"client {name!r}: {text}") for text in counts]
     if images.constant:
         notices.append(
             f"client {name!r}: {len(images.constant)} of {len(client.images)} images are constant, all of their pixels "

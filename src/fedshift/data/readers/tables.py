@@ -696,6 +696,7 @@ def read_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Sou
         columns.append(_describe_numbers(column, numbers, seen))
         if reading.progress:
             reading.progress("columns", done, len(features))
+    pa.default_memory_pool().release_unused()
     pairs = zip(columns, values, strict=True)
     if constant := [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]:
         notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
@@ -1024,9 +1025,10 @@ def _refuse_codes(rows: TableRows, target: str, values: Sequence[str]) -> None:
 
 def _to_number(value: str) -> int | float | None:
     """Return the number in a text, exactly if it is whole; None if it is none."""
-    if re.fullmatch("[+-]?[0-9]+", value) or not PLAIN.fullmatch(value):
-        return int(value) if PLAIN.fullmatch(value) else None
-    return int(float(value)) if float(value).is_integer() else float(value)
+    if not PLAIN.fullmatch(value):
+        return None
+    digits = re.fullmatch("[+-]?[0-9]+", value)
+    return int(value) if digits else int(float(value)) if float(value).is_integer() else float(value)
 
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:
