@@ -341,7 +341,7 @@ class Federation:
         """Return the federation whose training takes patches of its samples; splits that have patches are unchanged.
 
         Args:
-            size: Size of a patch; one number stands for all axes.
+            size: Size of a patch; one number is for all axes.
             true_sizes: Size of each row without padding, ``[rows, axes]``, by store; of others, all rows are whole.
             resized: Files are resized to the size of the samples.
 
