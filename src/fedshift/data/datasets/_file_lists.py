@@ -44,7 +44,7 @@ def read_listed(
     if min(height, width) < 1:
         raise UsageError(f"size={size} pixels: must be at least 1")
     reading = ReadOptions(size_if_mixed=(height, width), progress=progress, on_data_error="warn")
-    places = {client: Client(folder=root, images=_list_files(root, listed)) for client, listed in clients.items()}
+    places = {client: Client(images=_list_files(root, listed)) for client, listed in clients.items()}
     files, _ = inspect(Folders(path=root, content=CLASSES, clients=places, headers={}, broken={}), reading)
     headers = {path: replace(header, channels=3) for path, header in files.headers.items()}
     files = replace(files, headers=headers, sizes=dict.fromkeys(headers, (height, width)))
