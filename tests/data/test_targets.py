@@ -73,7 +73,7 @@ def test_arrays_become_targets_of_the_task(x, y, task, kind, classes):
         (IMAGES, LABELS, "segmentation", r"masks of shape \(8, 3\) for samples of shape \(1, 5, 6\)"),
         (X, 2 * LABELS, "multilabel", "a label is 2; it must be 0 or 1"),
         (X, np.where(NUMBERS > 1000, np.nan, NUMBERS), "regression", r"the target of sample \d is NaN or infinite"),
-        (IMAGES, MASKS, "regression", r"targets of shape \(8, 5, 6\); give \[samples, targets\] for regression"),
+        (IMAGES, MASKS, "regression", r"targets of shape \(8, 5, 6\); give a row of numbers for each sample"),
         (X, LABELS, "multilable", "unknown task 'multilable': did you mean 'multilabel'"),
         (X, LABELS, "torch.nn:Linear(in_features=2, out_features=2)", "is not a task: give classification"),
         (X, LABELS, 3, "task=3 is not a task"),
