@@ -24,7 +24,7 @@ from fedshift.data.augmentation import AUGMENTATIONS
 from fedshift.data.decoding import dicom, ranges
 from fedshift.data.digits import digits
 from fedshift.data.files import cache
-from fedshift.data.sources import SPLITS
+from fedshift.data.sources import SPLIT_CHANGES
 from fedshift.data.stores import LazyStore
 from fedshift.diagnosis import shifts
 from fedshift.engines import auto, stacked
@@ -182,7 +182,7 @@ def test_news_are_fragments_that_a_release_puts_into_the_changelog():
 
 def test_the_page_on_data_names_every_benchmark_split_and_augmentation():
     text = (ROOT / "docs" / "data.md").read_text()
-    for name in (*list_catalog("data.datasets"), *SPLITS.entries, *AUGMENTATIONS.entries):
+    for name in (*list_catalog("data.datasets"), *SPLIT_CHANGES.entries, *AUGMENTATIONS.entries):
         assert re.search(rf"`{name}\b", text), name
 
 

@@ -9,7 +9,7 @@ from fedshift.core.loss import LOSSES
 from fedshift.core.optimizer import OPTIMIZERS
 from fedshift.core.schedule import SCHEDULES, Cosine, Schedule
 from fedshift.data.augmentation import AUGMENTATIONS, flip
-from fedshift.data.sources import DATASETS, SPLITS
+from fedshift.data.sources import DATASETS, SPLIT_CHANGES
 from fedshift.evaluation.policy import POLICIES
 from fedshift.methods import METHODS
 from fedshift.models import MODELS, take_output
@@ -19,7 +19,18 @@ from fedshift.utils.errors import UsageError
 
 CATALOGS = {
     catalog.kind: catalog
-    for catalog in (METHODS, MODELS, LOSSES, OPTIMIZERS, SCHEDULES, AUGMENTATIONS, TASKS, POLICIES, SPLITS, DATASETS)
+    for catalog in (
+        METHODS,
+        MODELS,
+        LOSSES,
+        OPTIMIZERS,
+        SCHEDULES,
+        AUGMENTATIONS,
+        TASKS,
+        POLICIES,
+        SPLIT_CHANGES,
+        DATASETS,
+    )
 }
 NEEDED = {
     "step": "step(every=3)", "exponential": "exponential(gamma=0.9)", "sequence": "sequence()",

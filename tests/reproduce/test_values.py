@@ -10,7 +10,7 @@ import pytest
 
 from fedshift import reproduce
 from fedshift.cli.data import find_card
-from fedshift.data.sources import DATASETS, SPLITS
+from fedshift.data.sources import DATASETS, SPLIT_CHANGES
 from fedshift.methods import METHODS
 from fedshift.models import MODELS
 
@@ -131,7 +131,7 @@ def check_block(paper, said, block):
         clients = {"global", "local"} if data == "toy" else {*find_card(data).clients}
         assert {*columns} - {"average", "global", "local"} in (clients, set())
     elif block["by"] == "split":
-        assert all(SPLITS.parse_all(column) for column in columns)
+        assert all(SPLIT_CHANGES.parse_all(column) for column in columns)
     for row in block["rows"]:
         assert_typed(row, {key: {**ROW, **paper.row}[key] for key in (*ROW, *paper.needed)}, paper.row)
         assert METHODS.find(row["method"])
@@ -142,4 +142,4 @@ def check_block(paper, said, block):
         for key, catalog in (("data", DATASETS), ("model", MODELS)):
             assert key not in row or catalog.find(row[key])
         if "split" in row:
-            SPLITS.parse_all(row["split"])
+            SPLIT_CHANGES.parse_all(row["split"])

@@ -37,7 +37,7 @@ def _accept_data(made: object, text: str | None) -> Federation:
     return made
 
 
-SPLITS = Catalog[Change](
+SPLIT_CHANGES = Catalog[Change](
     "split", {made.__name__: made for made in (*CHANGES, saved)}, _accept_change, spell=lambda _: None
 )
 """Changes of a federation by name, applied in turn if there are several; users' functions are called to make one."""
@@ -164,7 +164,7 @@ def _read_benchmark(data: str, spec: DataSpec, reading: ReadOptions) -> Federati
 
 def parse_changes(spec: DataSpec) -> tuple[Change, ...]:
     """Return the changes given by ``--split``, in order."""
-    return SPLITS.parse_all(spec.split) if spec.split else ()
+    return SPLIT_CHANGES.parse_all(spec.split) if spec.split else ()
 
 
 SCALES = {"half": HALF, "imagenet": IMAGENET, "unit": UNIT}

@@ -187,16 +187,11 @@ def describe_splits(data: Federation) -> Iterator[str]:
         counts = [
             count_samples(split, "training" if name == "train" else name) for name, split in client.splits.items()
         ]
-        few = f": no policy can be recommended below {FEWEST_UNITS}" if count_units(client.test) < FEWEST_UNITS else ""
+        few = f": no policy can be recommended below {FEWEST_UNITS}" if client.test.count_units() < FEWEST_UNITS else ""
         yield f"{client.name}: {', '.join(counts)}{few}"
 
 
 def count_samples(split: Samples, name: str) -> str:
     """Return the number of samples of the split ``name``, and of patients where they are known, in words."""
-    units = "" if split.group is None else f" of {count_units(split):,} patient{'s' * (count_units(split) != 1)}"
+    units = "" if split.group is None else f" of {split.count_units():,} patient{'s' * (split.count_units() != 1)}"
     return f"{len(split):,} {name} sample{'s' * (len(split) != 1)}{units}"
-
-
-def count_units(split: Samples) -> int:
-    """Return the number of groups (patients) where they are known, else of samples."""
-    return len(split) if split.group is None else len(torch.unique(split.group))

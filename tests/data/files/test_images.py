@@ -1,4 +1,4 @@
-"""Directories of images: which file lands where, and which arrangements are refused."""
+"""Directories of images: which file lands where, with which pixels, and which arrangements are refused."""
 
 from collections import Counter
 from itertools import count
@@ -35,10 +35,6 @@ def test_the_test_fraction_is_drawn_of_every_class_and_the_same_in_every_reading
     gray = read(test_fraction=fraction).client("gray")
     assert gray.test.y.bincount().tolist() == [drawn, drawn]
     assert torch.equal(read(test_fraction=fraction, image_size=9).client("gray").test.rows, gray.test.rows)
-
-
-def test_a_fraction_that_is_none_is_refused(read):
-    assert refused(read, test_fraction=1.0) == "test_fraction=1: must lie between 0 and 1"
 
 
 @pytest.mark.parametrize(("validation", "case"), [("val", str.lower), ("valid", str.upper), ("validation", str.title)])
@@ -82,25 +78,23 @@ def test_proportions_that_resizing_changes_are_said_from_files_and_from_the_cach
     assert whole.fit_images().notices == whole.notices
 
 
-def test_classes_are_counted_over_all_clients_even_those_not_chosen(read, root):
-    write(root / "color" / "ant" / "0.png", noise(4, 6, 3))
-    write(root / "color" / "ant" / "1.png", noise(4, 6, 3))
+def test_classes_are_counted_over_all_clients_even_those_not_chosen_and_numbers_in_their_order(read, root):
+    for number in range(2):
+        write(root / "color" / "ant" / f"{number}.png", noise(4, 6, 3))
     data = read(domains=("gray",))
     assert data.class_names == ("ant", "cat", "dog")
     assert data.client("gray").train.y.unique().tolist() == [1, 2]
+    for folder in root.glob("*/*"):
+        folder.rename(folder.with_name({"ant": "7", "cat": "10", "dog": "9"}[folder.name]))
+    assert read().class_names == ("7", "9", "10")
 
 
-def test_numbers_are_classes_in_their_own_order(read, root):
-    for client in ("gray", "color"):
-        (root / client / "cat").rename(root / client / "10")
-        (root / client / "dog").rename(root / client / "9")
-    assert read().class_names == ("9", "10")
-
-
-def test_more_classes_may_be_said_but_not_fewer(read):
+def test_choices_that_cannot_be_are_refused(read):
     assert read(classes=5).classes == 5
     assert "classes=1: " in (said := refused(read, classes=1))
     assert "has 2 class folders (cat, dog); ask for as many" in said
+    assert refused(read, test_fraction=1.0) == "test_fraction=1: must lie between 0 and 1"
+    assert refused(read, image_size=0) == "image_size=0 pixels: must be at least 1"
 
 
 def test_what_systems_leave_behind_is_ignored(read, root):
@@ -119,33 +113,111 @@ def test_other_files_and_empty_classes_are_noticed(read, root):
     (root / "gray" / "cat" / "x.webp").write_bytes(b"")
     (root / "gray" / "cat" / "y").write_bytes(b"")
     (root / "color" / "empty").mkdir()
+    write(root / "gray" / "dog" / "0.png", np.full((4, 6), 7, np.uint8))
+    (root / "west.zip").write_bytes(b"")
     data = read()
     assert data.class_names == ("cat", "dog", "empty")
     assert data.notices == (
+        f"{root} holds files that are not read: west.zip; unpack clients into folders",
         f"client 'color': {root / 'color' / 'empty'} holds no image",
         "client 'gray': 1 files of other kinds left out (no suffix)",
+        "client 'gray': 1 of 10 images are constant, all of their pixels have one value (gray/dog/0.png)",
     )
     assert data.faults == ("client 'gray': 1 image in a format that is not read, left out (.webp)",)
     assert data.select_clients(["color"]).faults == ()
 
 
-def test_constant_images_and_clients_that_are_not_unpacked_are_said(read, root):
-    write(root / "gray" / "cat" / "0.png", np.full((4, 6), 7, np.uint8))
-    (root / "west.zip").write_bytes(b"")
-    (root / "gray" / "cat" / "scan.nrrd").write_bytes(b"")
-    assert read().faults == ("client 'gray': 1 image in a format that is not read, left out (.nrrd)",)
-    notices = read().notices
-    assert "client 'gray': 1 of 10 images are constant, all of their pixels have one value (gray/cat/0.png)" in notices
-    assert f"{root} holds files that are not read: west.zip; unpack clients into folders" in notices
+# Pixels of a file
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.uint16, np.float32])
-def test_a_client_with_gray_of_8_bits_and_of_more_is_refused(read, root, dtype):
-    write(root / "gray" / "cat" / "2.tif", noise(4, 6, key=9, top=2, dtype=dtype))
-    if dtype == np.uint8:
-        assert read().note == "22 images of 2 clients"
-    else:
-        assert "client 'gray' has images of different depth, " in refused(read)
+def test_of_several_frames_the_first_is_read_and_the_others_are_counted(one, read, root):
+    first, others = noise(4, 6), [Image.fromarray(noise(4, 6, key=i)) for i in (1, 2)]
+
+    def save(file):
+        Image.fromarray(first).save(file, save_all=True, append_images=others)
+
+    np.testing.assert_array_equal(one("tif", save), first[None])
+    np.testing.assert_array_equal(one("png", save), first[None])
+    save(root / "gray" / "cat" / "2.tif")
+    for _ in range(2):  # decoded, and from the cache
+        assert read().notices == ("client 'gray': 1 files hold several frames, the first is read (gray/cat/2.tif: 3)",)
+
+
+# Gray of more than 8 bits
+
+
+@pytest.mark.parametrize(
+    ("top", "bits"),
+    [(1, 8), (255, 8), (256, 10), (4095, 12), (65535, 16)],
+)
+def test_deep_gray_is_scaled_by_the_bits_that_its_training_images_use(read, tmp_path, top, bits):
+    folder = tmp_path / "deep" / "scan"
+    images = {part: noise(4, 6, key=i, top=top, dtype=np.uint16) for i, part in enumerate(("train", "test"))}
+    images["train"][1, 2] = top
+    images["test"][0, 0] = 65535
+    for part, image in images.items():
+        write(folder / part / "only" / "a.png", image)
+        write(folder / part / "only" / "b.tif", image)
+    for _ in range(2):  # decoded, and from the cache
+        data = read(tmp_path / "deep")
+        said = f"gray of more than 8 bits read as {bits} bits, 0..{2**bits - 1} scaled to [-1, 1], at all clients"
+        assert data.notices == (said,)
+        for part, image in images.items():
+            x = data.clients[0].splits[part].x
+            assert x.dtype == torch.float32
+            expected = np.minimum(image / (2.0**bits - 1), 1) * 2 - 1
+            np.testing.assert_allclose(x.numpy(), np.broadcast_to(expected, (2, 1, 4, 6)), atol=1e-6)
+
+
+def test_deep_gray_is_resized_before_it_is_scaled(one):
+    deep = noise(9, 15, top=65536, dtype=np.uint16)
+    pixels = one("png", Image.fromarray(deep).save, image_size=4)
+    small = Image.fromarray(deep.astype(np.float32)).resize((4, 4), Image.Resampling.BILINEAR)
+    np.testing.assert_allclose(pixels[0], np.array(small) / 65535 * 2 - 1, atol=1e-6)
+
+
+@pytest.mark.parametrize(("dtype", "kind"), [(np.uint16, "integer"), (np.float32, "real")])
+def test_gray_of_8_and_of_more_bits_is_not_mixed_in_a_client(read, root, dtype, kind):
+    deep = write(root / "gray" / "cat" / "2.tif", noise(4, 6, top=2, dtype=dtype))
+    assert refused(read) == (
+        f"client 'gray' has images of different depth, {deep.with_name('0.png')} (byte) and {deep} ({kind}): "
+        "convert all of a client's images to one"
+    )
+
+
+# Sizes and channels
+
+
+@pytest.mark.parametrize("channels", [(), (3,)])
+def test_a_size_asked_for_is_bilinear_with_antialiasing(one, channels):
+    image = noise(9, 15, *channels)
+    pixels = one("png", Image.fromarray(image).save, image_size=4)
+    whole = torch.from_numpy(image).reshape(1, 9, 15, -1).permute(0, 3, 1, 2).double()
+    small = torch.nn.functional.interpolate(whole, size=(4, 4), mode="bilinear", antialias=True, align_corners=False)
+    assert pixels.shape == small.shape[1:]
+    assert np.abs(pixels - small[0].numpy()).max() <= 1  # Pillow rounds after each direction
+
+
+def test_sizes_that_differ_are_refused_by_name(read, root):
+    small = write(root / "gray" / "cat" / "0.png", noise(3, 5))
+    large = write(root / "color" / "dog" / "1.bmp", noise(8, 4, 3))
+    said = refused(read)
+    assert f"{small} has 5 x 3 pixels, {large} has 4 x 8 (widths 4 to 6, heights 3 to 8)" in said
+    assert "image_size=64" in said
+    assert {client.train.shape[1:] for client in read(image_size=5).clients} == {(5, 5)}
+    for file in (root / "color").rglob("*.*"):
+        write(file, noise(8, 8, 3))
+    read(domains=("color",))
+    assert f"{small} has 5 x 3 pixels, {root / 'color' / 'cat'}" in refused(read)  # of which one is in the cache
+
+
+def test_gray_is_repeated_next_to_color_in_a_client(read, root):
+    gray = noise(4, 6, key=77)
+    write(root / "color" / "cat" / "0.png", gray)
+    client = read().client("color")
+    x = torch.cat([client.train.x, client.test.x]).numpy()
+    assert x.shape == (12, 3, 4, 6)
+    assert sum((image == gray).all() for image in x) == 1
 
 
 # Arrangements that are refused
@@ -184,7 +256,6 @@ def tree(tmp_path: Path, read):
             "client 'b' has no file to read (.bmp, .gif, .jpeg, .jpg, .pbm, .pgm, .png, .ppm, .tif, .tiff) in",
         ),
         (["a/cat/0.png", "b/cat/"], "client 'b' has no file to read"),
-        ([".hidden/cat/0.png"], "tree holds no folder"),
         (
             ["a/cat/0.png", "a/dog/0.png"],
             "client 'a' has no sample for test among its 2: it has one sample of each class",
@@ -197,10 +268,6 @@ def tree(tmp_path: Path, read):
 )
 def test_another_arrangement_is_refused_with_the_folder_and_the_way_out(tree, files, said):
     assert said in tree(*files)
-
-
-def test_a_directory_that_is_none_is_refused(read, tmp_path):
-    assert f"{tmp_path / 'nowhere'} is not a directory" in refused(read, tmp_path / "nowhere")
 
 
 @pytest.mark.parametrize(

@@ -72,35 +72,43 @@ def test_every_image_has_its_own_mask(read):
 
 def test_masks_are_resized_to_the_nearest_pixel(read):
     large, data = read(image_size=12), read()
-    for split, small in ((large.client("a").train, data.client("a").train),):
-        assert split.y.shape == (3, 12, 12)
-        assert torch.equal(split.y[:, 1::3, ::2], small.y)
+    assert large.client("a").train.y.shape == (3, 12, 12)
+    assert torch.equal(large.client("a").train.y[:, 1::3, ::2], data.client("a").train.y)
     fitted = data.fit_images(12).client("a").train
     assert torch.equal(fitted.y, large.client("a").train.y)
     assert fitted.x.shape == (3, 1, 12, 12)
 
 
-@pytest.mark.parametrize("mode", ["L", "1", "P", "RGB", "I;16"])
-def test_two_values_are_two_classes_however_they_are_stored(read, root, tmp_path, mode):
-    ways = {
-        "L": lambda mask: Image.fromarray(255 * mask),
-        "1": lambda mask: Image.fromarray(mask > 0),
-        "P": lambda mask: Image.fromarray(mask).convert("P", palette=Image.Palette.ADAPTIVE),
-        "RGB": lambda mask: Image.fromarray(np.repeat(255 * mask[..., None], 3, axis=2)),
-        "I;16": lambda mask: Image.fromarray(mask.astype(np.uint16)),
-    }
-    folder = tmp_path / "two"
-    for stem in "pqrst":
-        image, mask = draw("c", "", stem, 2)
-        made = ways[mode](mask)
-        if mode == "P":
-            made = Image.fromarray(mask)
-            made.putpalette([200, 10, 10, 20, 220, 20])
-        save(folder / "c", stem, image, made)
-    data = read(folder).check()
+def save_two(folder, client, change, stems="pqr", suffix=".png"):
+    """Write images with masks of 0 and 1, as pictures or arrays that ``change`` makes of them, and return the pairs."""
+    for number, stem in enumerate(stems):
+        image, mask = draw(client, "", stem, 2)
+        save(folder / client, stem, image, change(mask, number), suffix=suffix)
+    return drawn(client, "", stems, 2)
+
+
+def paint(mask, colors):
+    picture = Image.fromarray(mask, "P")
+    picture.putpalette([value for color in colors for value in color])
+    return picture
+
+
+STORED = {
+    "L": lambda mask, _: 255 * mask,
+    "1": lambda mask, _: Image.fromarray(mask > 0),
+    "P": lambda mask, _: paint(mask, [(200, 10, 10), (20, 220, 20)]),
+    "RGB": lambda mask, _: np.repeat(255 * mask[..., None], 3, axis=2),
+    "I;16": lambda mask, _: mask.astype(np.uint16),
+}
+
+
+@pytest.mark.parametrize("mode", STORED)
+def test_two_values_are_two_classes_however_they_are_stored(read, tmp_path, mode):
+    expected = save_two(tmp_path / "two", "c", STORED[mode])
+    data = read(tmp_path / "two").check()
     (client,) = data.clients
     assert data.classes == 2
-    assert pairs(client.train) | pairs(client.test) == drawn("c", "", "pqrst", 2)
+    assert pairs(client.train) | pairs(client.test) == expected
 
 
 def test_255_is_ignored_where_there_are_other_classes(read, root):
@@ -167,15 +175,31 @@ def test_values_that_are_no_class_are_refused(read, root):
     assert read(classes=9).classes == 9
 
 
-def test_two_values_of_which_one_is_no_class_are_refused(read, tmp_path):
-    for stem in "pqr":
-        image, mask = draw("c", "", stem, 2)
-        save(tmp_path / "two" / "c", stem, image, 128 * mask)
-    said = refused(lambda: read(tmp_path / "two"))
-    assert said.endswith(
-        "hold 0, 128 alone, the 128 first at client 'c': write 1, 2, ... for the classes after 0, or give the number "
-        "of classes (classes=129)"
-    )
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"c": lambda mask, _: 128 * mask}, "hold 0, 128 alone, the 128 first at client 'c': write 1, 2, ... for the"),
+        (
+            {"ones": lambda mask, _: mask, "gray": lambda mask, _: 128 * mask},
+            "hold 0, 1, 128, the 128 first at client 'gray'",
+        ),
+        (
+            {"c": lambda mask, number: (1, 255, 1)[number] * mask},
+            "such as {}/c/masks/p.png, or 0 and 255, such as {}/c/masks/q.png",
+        ),
+        (
+            {"ones": lambda mask, number: np.where(mask * (number == 0), 255, 1 - mask), "white": STORED["L"]},
+            "masks of client 'white' hold 0 and 255, those of 'ones' 0, 1 and 255",
+        ),
+    ],
+)
+def test_values_that_may_mean_several_things_are_refused(read, tmp_path, changes, said):
+    for client, change in changes.items():
+        save_two(tmp_path / "two", client, lambda mask, number, change=change: change(mask, number).astype(np.uint8))
+    folder = tmp_path / "two"
+    assert said.format(folder, folder) in refused(lambda: read(folder))
+    if len(changes) == 1 and "such as" in said:
+        assert read(folder, classes=2).classes == 2
 
 
 def test_smoothed_masks_do_not_become_255_classes(read, root):
@@ -187,16 +211,6 @@ def test_smoothed_masks_do_not_become_255_classes(read, root):
     save(root / "b", "u", image, np.arange(229, 229 + HIGH * WIDE, dtype=np.uint8).reshape(HIGH, WIDE))
     assert "client 'b': masks hold 255 and " in refused(read)
     assert read(classes=255).classes == 255
-
-
-def test_a_client_that_writes_the_foreground_in_two_ways_is_refused(read, tmp_path):
-    for stem, factor in zip("pqrst", (1, 255, 1, 1, 255), strict=True):
-        image, mask = draw("c", "", stem, 2)
-        save(tmp_path / "mixed" / "c", stem, image, factor * mask)
-    folder = tmp_path / "mixed"
-    said = refused(lambda: read(folder))
-    assert f"such as {folder}/c/masks/p.png, or 0 and 255, such as {folder}/c/masks/q.png" in said
-    assert read(folder, classes=2).classes == 2
 
 
 @pytest.mark.parametrize(
@@ -220,53 +234,34 @@ def test_a_mask_that_cannot_be_read_is_refused_or_left_out_with_its_image(read, 
 
 
 def test_clients_may_write_the_foreground_as_1_or_255(read, tmp_path):
-    for client, factor in (("ones", 1), ("white", 255)):
-        for stem in "pqrst":
-            image, mask = draw(client, "", stem, 2)
-            save(tmp_path / "both" / client, stem, image, factor * mask)
+    expected = {
+        client: save_two(tmp_path / "both", client, lambda mask, _, factor=factor: factor * mask)
+        for client, factor in (("ones", 1), ("white", 255))
+    }
     data = read(tmp_path / "both").check()
     assert data.classes == 2
-    for client in data.clients:
-        assert pairs(client.train) | pairs(client.test) == drawn(client.name, "", "pqrst", 2)
+    assert {client.name: pairs(client.train) | pairs(client.test) for client in data.clients} == expected
     assert data.notices == (
         "masks hold 0 and 255, which are read as the classes 0 and 1, at 'white'; elsewhere they hold 0 and 1",
     )
-    image, mask = draw("ones", "", "p", 2)
-    mask[0] = 255
-    save(tmp_path / "both" / "ones", "p", image, mask)
-    assert "masks of client 'white' hold 0 and 255, those of 'ones' 0, 1 and 255" in refused(
-        lambda: read(tmp_path / "both")
-    )
-
-
-def test_one_client_with_another_value_does_not_make_a_hundred_classes(read, tmp_path):
-    for client, factor in (("ones", 1), ("gray", 128)):
-        for stem in "pqrst":
-            image, mask = draw(client, "", stem, 2)
-            save(tmp_path / "both" / client, stem, image, factor * mask)
-    assert "hold 0, 1, 128, the 128 first at client 'gray'" in refused(lambda: read(tmp_path / "both"))
 
 
 def save_gif(file, mask, colors):
-    picture = Image.fromarray(mask, "P")
-    picture.putpalette([value for color in colors for value in (color,) * 3])
-    picture.save(file.with_suffix(".gif"))
-    file.unlink(missing_ok=True)
+    file.parent.mkdir(exist_ok=True)
+    paint(mask, [(color,) * 3 for color in colors]).save(file.with_suffix(".gif"))
 
 
 @pytest.mark.parametrize("colors", [(0, 255), (255, 0), (0, 1)])
 def test_masks_in_gif_are_gray_however_their_palette_is_ordered(read, tmp_path, colors):
-    for stem in "pqrst":
+    for stem in "pqr":
         image, mask = draw("c", "", stem, 2)
         save(tmp_path / "gif" / "c", stem, image, None, suffix=".ppm")
-        (tmp_path / "gif" / "c" / "masks").mkdir(exist_ok=True)
         save_gif(tmp_path / "gif" / "c" / "masks" / stem, 1 - mask if colors[1] == 0 else mask, colors)
     (client,) = read(tmp_path / "gif").check().clients
-    assert pairs(client.train) | pairs(client.test) == drawn("c", "", "pqrst", 2)
+    assert pairs(client.train) | pairs(client.test) == drawn("c", "", "pqr", 2)
 
 
 def test_pixels_outside_of_the_field_of_view_are_ignored(read, root):
-    (root / "b" / "fov").mkdir()
     for stem in "uvwxy":
         field = np.full((HIGH, WIDE), 255, np.uint8)
         field[:, 0] = 0
@@ -328,16 +323,16 @@ def test_a_class_called_masks_is_a_class(read, tmp_path):
     assert read(tmp_path / "faces").class_names == ("bare", "masks")
 
 
-def test_arrays_of_masks_are_for_segmentation(tmp_path):
-    x, masks = zip(*(draw("d", "", stem) for stem in "pqrst"), strict=True)
-    for name in ("y", "m"):
-        folder = tmp_path / name
-        folder.mkdir()
-        arrays = {"x_train": x[:3], f"{name}_train": masks[:3], "x_test": x[3:], f"{name}_test": masks[3:]}
-        np.savez(folder / "d.npz", **{key: np.stack(value) for key, value in arrays.items()})
-        data = read_folder(folder).check()
-        assert (data.task, data.classes) == (Segmentation(), 3)
-        assert pairs(data.clients[0].train) == drawn("d", "", "pqr")
+@pytest.mark.parametrize("name", "ym")
+def test_arrays_of_masks_are_for_segmentation(tmp_path, name):
+    x, masks = (np.stack(each) for each in zip(*(draw("d", "", stem) for stem in "pqrst"), strict=True))
+    np.savez(
+        tmp_path / "d.npz",
+        **{"x_train": x[:3], f"{name}_train": masks[:3], "x_test": x[3:], f"{name}_test": masks[3:]},
+    )
+    data = read_folder(tmp_path).check()
+    assert (data.task, data.classes) == (Segmentation(), 3)
+    assert pairs(data.clients[0].train) == drawn("d", "", "pqr")
 
 
 @pytest.mark.parametrize(

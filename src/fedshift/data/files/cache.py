@@ -17,7 +17,7 @@ from functools import cache
 from hashlib import blake2b
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from joblib import Memory
 from joblib._store_backends import CacheWarning
@@ -121,31 +121,23 @@ def stamp(files: Iterable[Path]) -> tuple[tuple[str, int, int], ...]:
 def read_all(
     files: Mapping[Key, Path], read: Callable[[Path], Result], what: str, progress: Progress | None
 ) -> tuple[dict[Key, Result], dict[Key, str]]:
-    """Return the result of ``read`` for each readable file, and the reason why each other file is broken."""
-    results: dict[Key, Result] = {}
-    broken: dict[Key, str] = {}
+    """Return the result of ``read`` for each readable file, and the reason why each other file is broken.
 
-    def read_one(key: Key) -> None:
-        try:
-            results[key] = read(files[key])
-        except Unreadable as error:
-            broken[key] = str(error)
-
-    run_in_parallel(read_one, list(files), what, progress)
-    return {key: results[key] for key in files if key in results}, {key: broken[key] for key in files if key in broken}
-
-
-def run_in_parallel(work: Callable[[Any], None], items: Sequence[Any], what: str, progress: Progress | None) -> None:
-    """Call ``work`` with each of ``items`` on a few threads (Pillow releases the GIL while it decodes)."""
+    Files are read on a few threads (Pillow releases the GIL while it decodes).
+    """
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    results, broken = dict[Key, Result](), dict[Key, str]()
 
-    def run_some(start: int) -> int:
-        end = min(start + _AT_ONCE, len(items))
-        for item in items[start:end]:
-            work(item)
-        return end
+    def read_some(keys: Sequence[Key]) -> None:
+        for key in keys:
+            try:
+                results[key] = read(files[key])
+            except Unreadable as error:
+                broken[key] = str(error)
 
+    pieces = [list(files)[start : start + _AT_ONCE] for start in range(0, len(files), _AT_ONCE)]
     with quiet_pillow(), ThreadPoolExecutor(min(cores, 8)) as pool:
-        for done in pool.map(run_some, range(0, len(items), _AT_ONCE)):
+        for number, _ in enumerate(pool.map(read_some, pieces), 1):
             if progress is not None:
-                progress(what, done, len(items))
+                progress(what, min(number * _AT_ONCE, len(files)), len(files))
+    return {key: results[key] for key in files if key in results}, {key: broken[key] for key in files if key in broken}

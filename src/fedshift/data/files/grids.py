@@ -199,9 +199,25 @@ def compare_grids(clients: Mapping[str, Sequence[VolumeHeader]], *, resampled: b
             f"files of single slices or frames keep their stored axes, which differ ({join_some(sorted(stored))}): "
             "bring them to one orientation"
         )
-    if not resampled:
-        notices += [f"{differ}; --spacing median resamples all" for differ in compare_spacings(clients)]
+    medians = {
+        name: np.median([header.spacing for header in headers], axis=0)
+        for name, headers in clients.items()
+        if headers and all(header.spacing for header in headers)
+    }
+    steps = list(medians.values())
+    if not resampled and not all(np.allclose(each, steps[0], rtol=CLOSE) for each in steps):
+        told = (f"{' x '.join(f'{step:.3g}' for step in each[::-1])} at {name!r}" for name, each in medians.items())
+        notices.append(
+            f"voxels differ between clients (medians, mm): {join_some(told)}; --spacing median resamples all"
+        )
     for name, headers in clients.items():
+        unplaced = sum(not header.placed for header in headers)
+        if unplaced:
+            notices.append(
+                f"client {name!r}: {unplaced} of {len(headers)} images do not say how their axes lie in the patient "
+                "(qform and sform codes are 0): they are read as nibabel assumes, the first axis to the patient's "
+                "left; make sure that they lie as the others do"
+            )
         apart = [header.apart for header in headers if header.apart > min(header.spacing, default=0.0) / 2]
         if apart:
             notices.append(
@@ -215,20 +231,6 @@ def compare_grids(clients: Mapping[str, Sequence[VolumeHeader]], *, resampled: b
                 "against the patient's axes, and stay so"
             )
     return notices
-
-
-def compare_spacings(clients: Mapping[str, Sequence[VolumeHeader]]) -> list[str]:
-    """Return a notice if the medians of voxels differ between clients; arguments as of :func:`compare_grids`."""
-    medians = {
-        name: np.median([header.spacing for header in headers], axis=0)
-        for name, headers in clients.items()
-        if headers and all(header.spacing for header in headers)
-    }
-    steps = list(medians.values())
-    if not steps or all(np.allclose(each, steps[0], rtol=CLOSE) for each in steps):
-        return []
-    told = (f"{' x '.join(f'{step:.3g}' for step in each[::-1])} at {name!r}" for name, each in medians.items())
-    return [f"voxels differ between clients (medians, mm): {join_some(told)}"]
 
 
 def list_headers(data: Federation) -> dict[str, list[VolumeHeader]]:
@@ -269,18 +271,6 @@ def _find_tilt(header: VolumeHeader) -> float:
         return 0.0
     axes = np.abs(np.array(header.affine)[:3, :3])
     return float(np.degrees(np.arccos(np.clip(axes.max(axis=0) / np.linalg.norm(axes, axis=0), 0, 1))).max())
-
-
-def list_unplaced(name: str, headers: Sequence[VolumeHeader]) -> list[str]:
-    """Return a notice about the client's images that do not say how they lie in the patient, if any."""
-    count = sum(not header.placed for header in headers)
-    if not count:
-        return []
-    return [
-        f"client {name!r}: {count} of {len(headers)} images do not say how their axes lie in the patient (qform and "
-        "sform codes are 0): they are read as nibabel assumes, the first axis to the patient's left; make sure that "
-        "they lie as the others do"
-    ]
 
 
 def _describe(shape: Shape) -> str:

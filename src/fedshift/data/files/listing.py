@@ -41,6 +41,9 @@ _ARCHIVES = frozenset({".7z", ".bz2", ".gz", ".rar", ".tar", ".tgz", ".xz", ".zi
 _DEEPEST = 4  # levels below DIR to search for images: client, part, class, and one level too deep
 
 
+PathLike = os.PathLike[str]
+
+
 class ImageFile(NamedTuple):
     """A client's file: ``path`` relative to a given directory, ``part`` (may be empty) and ``category``."""
 
@@ -54,12 +57,19 @@ class ImageFile(NamedTuple):
 def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
     """Return the client folders in ``path`` by name, or ``path`` itself if it is one client that joins others.
 
-    Raises :class:`UsageError` for an impossible image size.
+    Raises :class:`UsageError` for an impossible image size, and if ``path`` has another layout.
     """
     if reading.image_size is not None and reading.image_size < 1:
         raise UsageError(f"image_size={reading.image_size} pixels: must be at least 1")
-    alone = reading.schema is not None and holds_one_client(path)
-    return {path.resolve().name: path} if alone else find_clients(path)
+    if reading.schema is not None and holds_one_client(path):
+        return {path.resolve().name: path}
+    files, folders = list_content(path)
+    if stray := next(filter(_is_image, files), None):
+        raise UsageError(f"{stray.path} is an image outside of any client's folder: {LAYOUT}")
+    names = sort_names(folder.name for folder in folders)
+    if all(name.lower() in PARTS for name in names):
+        raise UsageError(f"{path} holds {', '.join(names)}, but no folder of a client: {LAYOUT}")
+    return {name: path / name for name in names}
 
 
 def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: ReadOptions) -> None:
@@ -81,81 +91,54 @@ def find_content(source: object) -> str:
     if not isinstance(source, Path) or not source.is_dir():
         return ""
     if not holds_images(source):
-        folders = list_content(source)[1]
-        return RECORDINGS * any(_reach(Path(folder), _is_recording, _DEEPEST - 1) for folder in folders)
-    places = find_places(source)
+        return RECORDINGS * any(_reach(folder, _is_recording, _DEEPEST - 1) for folder in list_content(source)[1])
+    places = _find_places(source)
     deep = places or any(file.suffix.lower() in SUFFIXES for file in source.glob("*/*/*"))
     if not deep and any(file.suffix.lower() in (".npz", ".csv", ".tsv", ".parquet") for file in source.iterdir()):
         return ""
+    images = [folder for place in places for folder in list_content(place)[1] if folder.name.lower() == "images"]
     volumes = any(
         any(is_volume(Path(file)) for file in files) or any(holds_slices(Path(series)) for series in deeper)
-        for place in places
-        for folder in list_content(place)[1]
-        if folder.name.lower() == "images"
-        for files, deeper in [list_content(Path(folder))]
+        for files, deeper in map(list_content, images)
     )
     return VOLUMES if volumes else MASKS if places else CLASSES
 
 
-def find_places(path: Path) -> list[Path]:
+def _find_places(path: Path) -> list[PathLike]:
     """Return the folders in ``path`` that contain folders of images and of masks: clients or their parts."""
-    clients = [path, *_list_folders(path)]
-    parts = [folder for client in clients for folder in _list_folders(client) if folder.name.lower() in PARTS]
-    return [
-        place
-        for place in clients + parts
-        if {"images", "masks"} <= {each.name.lower() for each in _list_folders(place)}
-    ]
+    clients: list[PathLike] = [path, *list_content(path)[1]]
+    parts = [folder for client in clients for folder in list_content(client)[1] if folder.name.lower() in PARTS]
+    return [place for place in [*clients, *parts] if _holds_masks(list_content(place)[1])]
 
 
-def _list_folders(path: Path) -> list[Path]:
-    return [Path(folder) for folder in list_content(path)[1]]
+def _holds_masks(folders: Iterable[os.DirEntry[str]]) -> bool:
+    return {"images", "masks"} <= {folder.name.lower() for folder in folders}
 
 
 def holds_images(path: Path) -> bool:
     """Return whether there is an image in a folder of ``path`` or up to three levels below it; stop at the first."""
-    return path.is_dir() and any(_reach(Path(folder), _is_image, _DEEPEST) for folder in list_content(path)[1])
+    return path.is_dir() and any(_reach(folder, _is_image, _DEEPEST) for folder in list_content(path)[1])
 
 
-def _reach(folder: Path, wanted: Callable[[os.DirEntry[str]], bool], levels: int) -> bool:
+def _reach(folder: PathLike, wanted: Callable[[os.DirEntry[str]], bool], levels: int) -> bool:
     """Return whether ``folder``, or a folder on the ``levels`` below, has a file that is ``wanted``."""
     files, folders = list_content(folder)
-    return any(map(wanted, files)) or (levels > 1 and any(_reach(Path(f), wanted, levels - 1) for f in folders))
+    return any(map(wanted, files)) or (levels > 1 and any(_reach(f, wanted, levels - 1) for f in folders))
 
 
 def holds_one_client(path: Path) -> bool:
     """Return whether the folders in ``path`` belong to one client: parts, or classes that directly contain files."""
     folders = list_content(path)[1]
-    if folders and all(folder.name.lower() in PARTS for folder in folders):
+    if (folders and all(folder.name.lower() in PARTS for folder in folders)) or _holds_masks(folders):
         return True
-    if {"images", "masks"} <= {folder.name.lower() for folder in folders}:
-        return True
-    inside = [list_content(Path(folder)) for folder in folders]
-    held = (file for files, _ in inside for file in files)
-    return any(_is_image(file) or _is_recording(file) for file in held) and not any(deeper for _, deeper in inside)
-
-
-def find_clients(path: Path) -> dict[str, Path]:
-    """Return the clients' folders by name; raise :class:`UsageError` if ``path`` has another layout."""
-    if not path.is_dir():
-        raise UsageError(f"{path} is not a directory: give one in which {LAYOUT}")
-    files, folders = list_content(path)
-    stray = next(filter(_is_image, files), None)
-    if stray is not None:
-        raise UsageError(f"{stray.path} is an image outside of any client's folder: {LAYOUT}")
-    names = {name: path / name for name in sort_names(folder.name for folder in folders)}
-    if not names:
-        raise UsageError(f"{path} holds no folder: {LAYOUT}")
-    if all(name.lower() in PARTS for name in names):
-        raise UsageError(f"{path} holds {', '.join(names)}, but no folder of a client: {LAYOUT}")
-    return names
+    held, deeper = zip(*map(list_content, folders), strict=True) if folders else ((), ())
+    return not any(deeper) and any(_is_image(file) or _is_recording(file) for file in chain(*held))
 
 
 def list_categories(clients: Iterable[Path]) -> tuple[str, ...]:
     """Return the sorted names of the class folders of all clients, see :func:`sort_classes`."""
-    return sort_classes(
-        {folder.name for client in clients for folders in _find_parts(client).values() for folder in folders}
-    )
+    parts = (folders for client in clients for folders in _find_parts(client).values())
+    return sort_classes({folder.name for folder in chain.from_iterable(parts)})
 
 
 def sort_classes(found: Collection[str]) -> tuple[str, ...]:
@@ -167,8 +150,8 @@ def sort_classes(found: Collection[str]) -> tuple[str, ...]:
 
 def list_files(
     root: Path, client: Path, suffixes: Collection[str] = SUFFIXES, attached: Collection[str] = ()
-) -> tuple[tuple[ImageFile, ...], tuple[str, ...]]:
-    """Return a client's images with ``suffixes``, ordered by part, class and name, and notices of ignored files.
+) -> tuple[tuple[ImageFile, ...], list[str], list[str]]:
+    """Return a client's images with ``suffixes``, by part, class and name, and notices and faults of ignored files.
 
     If DICOM files are images, so are folders of them; each folder is one series of slices. ``attached``: suffixes of
     files that belong to images.
@@ -176,18 +159,17 @@ def list_files(
     Raises :class:`UsageError` if images are outside of class folders or below them, parts are unclear, or images are
     missing.
     """
-    name, known, slices = client.name, tuple(suffixes), set(DICOM) <= set(suffixes)
-    listed, notices, others = list[ImageFile](), list[str](), Counter[str]()
+    name, slices = client.name, set(DICOM) <= set(suffixes)
+    listed, notices, lost = list[ImageFile](), list[str](), list[str]()
     for part, folders in _find_parts(client, check=True).items():
         for folder in folders:
-            files, deeper = list_content(Path(folder))
+            files, deeper = list_content(folder)
             series = [inner for inner in deeper if slices and holds_slices(Path(inner))]
             if len(series) < len(deeper):
                 _refuse_folder(next(inner for inner in deeper if inner not in series), slices)
-            images = [f for f in files if f.name.lower().endswith(known) or (slices and is_dicom(Path(f)))]
+            images = [f for f in files if f.name.lower().endswith(tuple(suffixes)) or (slices and is_dicom(Path(f)))]
             kept = {file.name for file in images}
-            lost = (_find_suffix(file.name) for file in files if file.name not in kept)
-            others.update(suffix for suffix in lost if suffix.lower() not in UNREAD_IMAGES and suffix not in attached)
+            lost += [file.name for file in files if file.name not in kept]
             if not images and not series:
                 notices.append(f"client {name!r}: {folder.path} holds no image")
             prefix = Path(folder).relative_to(root).as_posix()
@@ -196,12 +178,13 @@ def list_files(
                 with suppress(OSError):  # a dangling link, which is later reported as unreadable
                     size, changed = (status := file.stat()).st_size, status.st_mtime_ns
                 listed.append(ImageFile(f"{prefix}/{file.name}", part, folder.name, size, changed))
+    others = [suffix for suffix in map(_find_suffix, lost) if suffix.lower() not in {*UNREAD_IMAGES, *attached}]
     if others:
-        kinds = ", ".join(sorted(suffix or "no suffix" for suffix in others))
-        notices.append(Information(f"client {name!r}: {others.total()} files of other kinds left out ({kinds})"))
+        kinds = ", ".join(sorted({suffix or "no suffix" for suffix in others}))
+        notices.append(Information(f"client {name!r}: {len(others)} files of other kinds left out ({kinds})"))
     if not listed:
         raise UsageError(f"client {name!r} has no file to read ({', '.join(sorted(suffixes))}) in {client}: {LAYOUT}")
-    return tuple(listed), tuple(notices)
+    return tuple(listed), notices, describe_lost(name, lost)
 
 
 def _find_suffix(name: str | Path) -> str:
@@ -210,7 +193,7 @@ def _find_suffix(name: str | Path) -> str:
 
 def _refuse_folder(folder: os.DirEntry[str], slices: bool) -> None:
     """Raise :class:`UsageError` for a folder among images; ``slices``: folders of DICOM slices are images."""
-    if any(Path(file.name).suffix.lower() in SUFFIXES for file in list_content(Path(folder))[0]) and (
+    if any(Path(file.name).suffix.lower() in SUFFIXES for file in list_content(folder)[0]) and (
         slices or Path(folder.path).parent.name.lower() in ("images", "masks")
     ):
         raise UsageError(
@@ -229,28 +212,26 @@ def _find_parts(client: Path, *, check: bool = False) -> dict[str, list[os.DirEn
     With ``check``, raises :class:`UsageError` if images are outside of class folders, or parts are unclear.
     """
     files, folders = list_content(client)
-    named = {folder.name: folder for folder in folders if folder.name.lower() in PARTS}
-    inside = {name: list_content(Path(folder)) for name, folder in named.items()}
+    inside = {folder.name: list_content(folder) for folder in folders if folder.name.lower() in PARTS}
     parts = {PARTS[name.lower()]: classes for name, (_, classes) in inside.items()} or {"": folders}
     if not check:
         return parts
-    stray = next(filter(_is_image, chain(files, *(strays for strays, _ in inside.values()))), None)
-    if stray is not None:
+    if stray := next(filter(_is_image, chain(files, *(strays for strays, _ in inside.values()))), None):
         raise UsageError(f"{stray.path} is an image outside of any class folder: {LAYOUT}")
-    if named and len(named) < len(folders):
-        odd = next(folder.name for folder in folders if folder.name not in named)
-        raise UsageError(f"{client} holds both {next(iter(named))} and {odd}, parts and classes: {LAYOUT}")
-    if len(parts) < len(named):
+    if inside and len(inside) < len(folders):
+        odd = next(folder.name for folder in folders if folder.name not in inside)
+        raise UsageError(f"{client} holds both {next(iter(inside))} and {odd}, parts and classes: {LAYOUT}")
+    if len(parts) < len(inside):
         raise UsageError(
-            f"{client} holds {', '.join(named)}, two of them for the same part: "
+            f"{client} holds {', '.join(inside)}, two of them for the same part: "
             "keep one folder each for train, validation and test"
         )
-    if named and "train" not in parts:
-        raise UsageError(f"{client} holds {', '.join(named)} but no train: {LAYOUT}")
+    if inside and "train" not in parts:
+        raise UsageError(f"{client} holds {', '.join(inside)} but no train: {LAYOUT}")
     return parts
 
 
-def list_content(folder: Path) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
+def list_content(folder: PathLike) -> tuple[list[os.DirEntry[str]], list[os.DirEntry[str]]]:
     """Return the files and folders in ``folder``, by name, without leftovers of operating systems and archives."""
     with os.scandir(folder) as entries:
         seen = [e for e in entries if not e.name.startswith(".") and e.name.lower() not in _IGNORED]
@@ -276,13 +257,6 @@ def describe_broken(name: str, broken: Mapping[str, str], count: int) -> str:
     """Return a sentence about the ``broken`` ones of a client's ``count`` files."""
     why = join_some(f"{file}: {why}" for file, why in broken.items())
     return f"client {name!r}: {len(broken)} of {count} files cannot be read, left out ({why})"
-
-
-def list_unread(folder: Path, name: str, readable: Collection[str] = ()) -> list[str]:
-    """Return a sentence about images of client ``name`` in formats that are not read, if any; ``readable``: but for."""
-    folders = [folder for several in _find_parts(folder).values() for folder in several]
-    names = [file.name for folder in folders for file in list_content(Path(folder))[0]]
-    return describe_lost(name, [file for file in names if _find_suffix(file).lower() not in readable])
 
 
 def describe_lost(name: str, files: Iterable[str | Path]) -> list[str]:

@@ -45,14 +45,14 @@ def list_empty(
     return [f"client {name!r}: {len(empty)} of {len(pairs)} masks are empty ({join_some(empty)})"] if empty else []
 
 
-def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str = MASKS) -> tuple[Pair, ...]:
-    """Return the client's images, each with its mask, in the order of the images.
-
-    ``second``: folder of the masks, or of the fields of view, of which there may be none.
+def pair_files(
+    path: Path, name: str, files: tuple[ImageFile, ...]
+) -> tuple[tuple[ImageFile, ...], tuple[ImageFile, ...], tuple[ImageFile, ...]]:
+    """Return the client's images, the mask of each, and the field of view of each, if it has such.
 
     Raises :class:`UsageError` for files in other folders, images without a mask, and masks without an image.
     """
-    sides: dict[str, dict[tuple[str, str], ImageFile]] = {IMAGES: {}, MASKS: {}, FIELDS: {}}
+    sides: dict[str, dict[Name, ImageFile]] = {IMAGES: {}, MASKS: {}, FIELDS: {}}
     for file in files:
         side = sides.get(file.category.lower())
         if side is None:
@@ -60,37 +60,37 @@ def pair_files(path: Path, name: str, files: tuple[ImageFile, ...], second: str 
                 f"{path / file.path} is in none of the folders {', '.join(sides)}: a client with masks has the first "
                 "two and may have the third, its images' fields of view. Masks of a second annotator belong elsewhere"
             )
-        key = file.part, find_stem(Path(file.path).name)
-        if key in side:
+        other = side.setdefault((file.part, find_stem(Path(file.path).name)), file)
+        if other is not file:
             raise UsageError(
-                f"{path / side[key].path} and {path / file.path} have the same name but for the suffix, by which an "
+                f"{path / other.path} and {path / file.path} have the same name but for the suffix, by which an "
                 "image and its mask are found: rename one"
             )
-        side[key] = file
-    if second == FIELDS and not sides[FIELDS]:
-        return ()
+    masks = _find_partners(path, name, sides, MASKS)
+    return tuple(sides[IMAGES].values()), masks, _find_partners(path, name, sides, FIELDS) if sides[FIELDS] else ()
+
+
+def _find_partners(
+    path: Path, name: str, sides: Mapping[str, dict[Name, ImageFile]], second: str
+) -> tuple[ImageFile, ...]:
+    """Return the file in folder ``second`` of each image; raise :class:`UsageError` for a file without another."""
     partners = match_names(sides[IMAGES], sides[second])
     if partners is not None and len(sides[IMAGES]) == len(sides[second]):
-        return tuple((image, sides[second][partners[key]]) for key, image in sides[IMAGES].items())
-    for one, other in ((IMAGES, second), (second, IMAGES)):
-        ones, others = sides[one], sides[other]
-        alone = [key for key in ones if key not in others]
-        if alone:
-            part, stem = alone[0]
-            near = get_close_matches(stem, [each for of, each in others if of == part], n=2, cutoff=0.4)
-            hint = f" (closest: {' and '.join(others[part, each].path for each in near)})" if near else ""
-            several = one == IMAGES and len(others) > len(ones) and len(others) % len(ones) == 0
-            fix = (
-                f"{other} has {len(others) // len(ones)} files for each image: keep one annotator's, and put the "
-                "others' outside of the directory"
-                if several
-                else "rename or add it, or take the file away"
-            )
-            raise UsageError(
-                f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, "
-                f"the first is {path / ones[alone[0]].path}{hint}: {fix}"
-            )
-    raise AssertionError("names differ, but none is alone")
+        return tuple(sides[second][partner] for partner in partners.values())
+    one, other = (IMAGES, second) if not sides[IMAGES].keys() <= sides[second].keys() else (second, IMAGES)
+    ones, others = sides[one], sides[other]
+    alone = [key for key in ones if key not in others]
+    part, stem = alone[0]
+    near = get_close_matches(stem, [key[1] for key in others if key[0] == part], n=2, cutoff=0.4)
+    hint = f" (closest: {' and '.join(others[part, end].path for end in near)})" if near else ""
+    fix = "rename or add it, or take the file away"
+    if one == IMAGES and len(others) > len(ones) and len(others) % len(ones) == 0:
+        fix = f"{other} has {len(others) // len(ones)} files for each image: keep one annotator's, and put the "
+        fix += "others' outside of the directory"
+    raise UsageError(
+        f"client {name!r}: {len(alone)} of {len(ones)} files in {one} have none of the same name in {other}, "
+        f"the first is {path / ones[alone[0]].path}{hint}: {fix}"
+    )
 
 
 def match_names(ones: Collection[Name], others: Collection[Name]) -> dict[Name, Name] | None:
@@ -133,11 +133,6 @@ def describe_partners(name: str, pairs: Sequence[Pair]) -> list[str]:
         return []
     text = f"client {name!r}: {len(unlike)} files are paired by the parts in which their names differ, as {unlike[0]}"
     return [Information(text)]
-
-
-def find_values(masks: NDArray[np.generic]) -> NDArray[np.bool_]:
-    """Return which values 0..255 each mask contains, ``[N, 256]``."""
-    return np.stack([np.bincount(mask.ravel(), minlength=256) > 0 for mask in masks])
 
 
 def number_classes(
@@ -202,19 +197,21 @@ def _refuse_two_ways(path: Path, name: str, pairs: Sequence[Pair], held: NDArray
         )
 
 
-def to_classes(masks: NDArray[Any], *, white: bool, fields: NDArray[Any] | None = None) -> NDArray[Any]:
-    """Return the class of each pixel of ``masks``; ``white``: 255 is the class 1; 0 in ``fields`` is ignored."""
+def to_classes(
+    masks: NDArray[Any], *, white: bool, fields: NDArray[Any] | None, sizes: Sequence[tuple[int, ...]]
+) -> NDArray[Any]:
+    """Return the class of each pixel of ``masks [N, *axes]``; pixels outside of their fields or sizes are ignored.
+
+    ``white``: 255 is the class 1; ``fields``: 0 is outside; ``sizes``: of each mask without padding.
+    """
     classes = (masks > 0).astype(np.uint8) if white else masks
-    return classes if fields is None else np.where(fields > 0, classes, np.uint8(IGNORED))
-
-
-def ignore_outside(y: NDArray[np.uint8], extents: NDArray[np.int64]) -> NDArray[np.uint8]:
-    """Return masks ``y [N, *axes]`` with ignored pixels outside of the true size of each, ``extents [N, axes]``."""
-    made = np.full_like(y, IGNORED)
-    for number, size in enumerate(extents.tolist()):
-        inside = make_box([0] * len(size), size)
-        made[number][inside] = y[number][inside]
-    return made
+    classes = classes if fields is None else np.where(fields > 0, classes, np.uint8(IGNORED))
+    if set(sizes) <= {masks.shape[1:]}:
+        return classes
+    inside = np.zeros(masks.shape, bool)
+    for row, size in enumerate(sizes):
+        inside[row][make_box([0] * len(size), size)] = True
+    return np.where(inside, classes, np.uint8(IGNORED))
 
 
 def describe_values(white: Collection[str], clients: Collection[str]) -> list[str]:

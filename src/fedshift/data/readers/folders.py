@@ -12,6 +12,7 @@ the class folders of all clients, selected or not. A mask has the class of each 
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -36,7 +37,7 @@ from ..decoding.resizing import describe_stretch, resample_mask, resize_masks
 from ..decoding.signals import SIGNALS, VALUES, SignalHeader, read_signal_header
 from ..decoding.volumes import READABLE, decode_mask, describe_spacing, parse_spacing, read_volume_header
 from ..files import grids, listing, pairing
-from ..files.cache import keep, make_room, read_all, run_in_parallel, stamp
+from ..files.cache import keep, make_room, read_all, stamp
 from ..files.listing import CLASSES, MASKS, RECORDINGS, VOLUMES, ImageFile
 from ..groups import find_groups
 from ..identity import find_identity
@@ -50,9 +51,6 @@ options = frozenset({"test_fraction", "image_size", "groups", "window", "spacing
 
 _CHUNK = 100  # images to scale at a time
 _NOUNS = {CLASSES: "images", MASKS: "images with masks", VOLUMES: "medical images with masks", RECORDINGS: "recordings"}
-_HONORING = {
-    "image_size": "images", "spacing": "medical images", "window": "medical images and gray of more than 8 bits",
-}  # fmt: skip
 
 Size = tuple[int, ...]
 Read = Callable[[Path, Size], tuple[NDArray[Any], Levels]]
@@ -73,9 +71,8 @@ class Pixels(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """Files of a client in ``folder``: images, each with its mask and field of view if there are any."""
+    """Files of a client: images, each with its mask and field of view if there are any."""
 
-    folder: Path
     images: tuple[ImageFile, ...]
     masks: tuple[ImageFile, ...] = ()
     fields: tuple[ImageFile, ...] = ()
@@ -102,8 +99,6 @@ class Folders:
         broken: Why each other file cannot be used; masks too, once they are decoded.
         how: How each client's images are decoded, but for the range of gray.
         sizes: Size of each image when it is decoded.
-        present: Values that each mask of a client contains, ``[N, 256]``.
-        clients_with_255: Clients whose masks write the class 1 as 255.
         used: Bytes of the masks.
 
     """
@@ -115,8 +110,6 @@ class Folders:
     broken: dict[str, str]
     how: Mapping[str, Decoding] = field(default_factory=dict)
     sizes: Mapping[str, Size] = field(default_factory=dict)
-    present: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
-    clients_with_255: frozenset[str] = frozenset()
     used: int = 0
 
     @property
@@ -129,6 +122,11 @@ class Folders:
         """Return the size of each of a client's images; that of a broken one is 1 along each axis."""
         blank = (1,) * len(next(iter(self.sizes.values()), (1, 1)))
         return [self.sizes.get(file.path, blank) for file in client.images]
+
+    def refuse_broken(self, broken: Mapping[str, str], reading: ReadOptions) -> None:
+        """Raise :class:`UsageError` if some files are ``broken``, unless they are to be left out."""
+        count = sum(len(client.files) for client in self.clients.values())
+        listing.refuse_broken(self.path, broken, count, reading)
 
     def count_channels(self, client: Client) -> int:
         """Return the number of channels of a client's images, or of all medical images."""
@@ -156,17 +154,19 @@ def read(source: Path, reading: ReadOptions) -> Source:
     content = listing.find_content(source) or CLASSES
     _refuse_options(source, content, reading)
     places = listing.choose_folders(source, reading)
-    clients, notices = _list_clients(source, places, content, reading)
-    files, said = inspect(Folders(path=source, content=content, clients=clients, headers={}, broken={}), reading)
-    notices += said
+    clients, notices, faults = _list_clients(source, places, content, reading)
+    files, told = inspect(Folders(path=source, content=content, clients=clients, headers={}, broken={}), reading)
     if content in (MASKS, VOLUMES):
-        return _read_masks(files, notices, reading)
-    labels = _number_labels(source, places, reading)
-    y = {name: torch.tensor([labels[file.category] for file in client.images]) for name, client in clients.items()}
-    return _make_source(
-        files, y, reading, task=reading.task or CLASSIFICATION, classes=reading.classes or len(labels),
-        class_names=tuple(labels), notices=tuple(notices),
-    )  # fmt: skip
+        files, y, facts = _read_masks(files, reading)
+    else:
+        labels = _number_labels(source, places, reading)
+        y = {name: torch.tensor([labels[file.category] for file in own.images]) for name, own in clients.items()}
+        facts = {
+            "task": reading.task or CLASSIFICATION, "classes": reading.classes or len(labels),
+            "class_names": tuple(labels), "notices": (),
+        }  # fmt: skip
+    facts |= {"notices": (*notices, *told, *facts["notices"])}
+    return make_source(files, y, reading, faults=tuple(faults), **facts)
 
 
 def _refuse_options(source: Path, content: str, reading: ReadOptions) -> None:
@@ -182,20 +182,16 @@ def _refuse_options(source: Path, content: str, reading: ReadOptions) -> None:
 
 def _list_clients(
     source: Path, places: Mapping[str, Path], content: str, reading: ReadOptions
-) -> tuple[dict[str, Client], list[str]]:
-    """Return the files of each requested client, paired with their masks, and notices of files that are not read."""
+) -> tuple[dict[str, Client], list[str], list[str]]:
+    """Return the files of each requested client, paired with their masks, and notices and faults of other files."""
     suffixes: Collection[str] = {VOLUMES: READABLE, RECORDINGS: SIGNALS}.get(content, SUFFIXES)
-    clients, notices = {}, listing.list_strays(source)
+    clients, notices, faults = dict[str, Client](), listing.list_strays(source), list[str]()
     for name in choose_clients(places, reading):
-        files, said = listing.list_files(source, places[name], suffixes, VALUES if content == RECORDINGS else ())
-        notices += said
-        if content in (MASKS, VOLUMES):
-            images, masks = zip(*pairing.pair_files(source, name, files), strict=True)
-            fields = tuple(view for _, view in pairing.pair_files(source, name, files, pairing.FIELDS))
-            clients[name] = Client(folder=places[name], images=images, masks=masks, fields=fields)
-        else:
-            clients[name] = Client(folder=places[name], images=files)
-    return clients, notices
+        files, said, lost = listing.list_files(source, places[name], suffixes, VALUES if content == RECORDINGS else ())
+        paired = pairing.pair_files(source, name, files) if content in (MASKS, VOLUMES) else (files, (), ())
+        clients[name] = Client(images=paired[0], masks=paired[1], fields=paired[2])
+        notices, faults = notices + said, faults + lost
+    return clients, notices, faults
 
 
 def inspect(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
@@ -243,7 +239,7 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
     return labels
 
 
-def _make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, **facts: Any) -> Source:
+def make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, **facts: Any) -> Source:
     """Return the source of files with the targets ``y`` of each client."""
     rows = _list_images(files, reading)
     return Source(
@@ -353,15 +349,16 @@ def _choose_grids(files: Folders, reading: ReadOptions) -> tuple[Folders, list[s
     pairs = [pair for client in files.clients.values() for pair in zip(client.images, client.masks, strict=False)]
     grids.refuse_other_grids(path, pairs, files.headers)
     grids.refuse_other_kinds(path, shown)
-    trained = _list_training(files, reading) or set(shown)
+    rows = _list_images(files, reading)
+    lost = set[str]().union(*(client.list_lost(files.broken) for client in files.clients.values()))
+    trained = set(rows["file"][divide_rows(rows, lambda _: None, reading, lost) == "train"]) or set(shown)
     spacing = grids.find_spacing(path, shown, trained, reading)
     window, ranges = grids.find_window(path, shown, trained, reading)
     by_client = {
         name: [shown[file.path] for file in client.images if file.path in shown]
         for name, client in files.clients.items()
     }
-    notices = [said for name, headers in by_client.items() for said in grids.list_unplaced(name, headers)]
-    notices += grids.compare_grids(by_client, resampled=bool(spacing))
+    notices = grids.compare_grids(by_client, resampled=bool(spacing))
     if spacing:
         shown = {file: header.resample(spacing) for file, header in shown.items()}
         notices.append(Information(f"images are resampled to {describe_spacing(spacing)}"))
@@ -373,16 +370,9 @@ def _choose_grids(files: Folders, reading: ReadOptions) -> tuple[Folders, list[s
     return replace(files, how=dict.fromkeys(files.clients, how), sizes=sizes), [*notices, *ranges]
 
 
-def _list_training(files: Folders, reading: ReadOptions) -> set[str]:
-    """Return the readable images that are for training."""
-    rows = _list_images(files, reading)
-    lost = set[str]().union(*(client.list_lost(files.broken) for client in files.clients.values()))
-    return set(rows["file"][divide_rows(rows, lambda _: None, reading, lost) == "train"])
-
-
 def _choose_leads(files: Folders, reading: ReadOptions) -> tuple[Folders, list[str]]:
     """Return recordings with their leads and rate; raise :class:`UsageError` naming two that differ, or no readable."""
-    listing.refuse_broken(files.path, files.broken, len(files.headers) + len(files.broken), reading)
+    files.refuse_broken(files.broken, reading)
     if not files.headers:
         file, reason = next(iter(files.broken.items()))
         raise UsageError(
@@ -448,30 +438,36 @@ def _refuse_other_run(source: Path, how: Decoding, schema: Schema) -> None:
 # Masks
 
 
-def _read_masks(files: Folders, notices: list[str], reading: ReadOptions) -> Source:
-    """Return the clients with their masks; raise :class:`UsageError` for values that are no class."""
-    masks = {name: _decode_masks(files, name, files.clients[name].masks, reading) for name in files.clients}
+def _read_masks(files: Folders, reading: ReadOptions) -> tuple[Folders, dict[str, Tensor], dict[str, Any]]:
+    """Return ``files``, each client's masks, and facts of the source.
+
+    Raises :class:`UsageError` for values that are no class.
+    """
+    masks = {name: _decode_masks(files, name, own.masks, reading) for name, own in files.clients.items()}
     fields = {
-        name: _decode_masks(files, name, client.fields, reading)
-        for name, client in files.clients.items()
-        if client.fields
+        name: _decode_masks(files, name, own.fields, reading) for name, own in files.clients.items() if own.fields
     }
     decoded = [*masks.values(), *fields.values()]
     broken = files.broken | {path: why for each in decoded for path, why in each.broken.items()}
+    files = replace(files, broken=broken, used=sum(mask.values.nbytes for mask in decoded))
     if files.content == VOLUMES:
-        listing.refuse_broken(files.path, broken, sum(len(client.files) for client in files.clients.values()), reading)
-    present = {name: pairing.find_values(mask.values) for name, mask in masks.items()}
+        files.refuse_broken(broken, reading)
+    present = {
+        name: np.stack([np.bincount(mask.ravel(), minlength=256) > 0 for mask in own.values])
+        for name, own in masks.items()
+    }
     pairs = {name: tuple(zip(own.images, own.masks, strict=True)) for name, own in files.clients.items()}
     classes, white = pairing.number_classes(files.path, pairs, present, reading)
-    used = sum(mask.values.nbytes for mask in decoded)
-    files = replace(files, broken=broken, present=present, clients_with_255=white, used=used)
-    targets = dict[str, Tensor]()
+    targets, notices = dict[str, Tensor](), list[str]()
     for name, client in files.clients.items():
-        view = fields[name].values[:, 0] if name in fields else None
-        y = pairing.to_classes(masks[name].values[:, 0], white=name in white, fields=view)
-        y = pairing.ignore_outside(y, np.array(files.list_sizes(client), np.int64)) if reading.patch else y
+        views = fields[name].values[:, 0] if name in fields else None
+        y = pairing.to_classes(
+            masks[name].values[:, 0], white=name in white, fields=views, sizes=files.list_sizes(client)
+        )
         targets[name] = torch.from_numpy(y)
         notices += pairing.describe_partners(name, (*pairs[name], *zip(client.images, client.fields, strict=False)))
+        lost = client.list_lost(broken)
+        notices += pairing.list_empty(name, pairs[name], present[name], lost, white=name in white)
     notices += pairing.describe_values(white, pairs)
     if fields:
         shares = ", ".join(f"{float((view.values == 0).mean()):.0%} at {name!r}" for name, view in fields.items())
@@ -482,9 +478,7 @@ def _read_masks(files: Folders, notices: list[str], reading: ReadOptions) -> Sou
         shown = {path: header.resample(spacing) if spacing else header for path, header in files.shown.items()}
         task, said = grids.choose_spacing(task, list(shown.values()), [files.sizes[path] for path in shown])
         notices += said
-    return _make_source(
-        files, targets, reading, task=task, classes=classes, classes_checked=True, notices=tuple(notices)
-    )
+    return files, targets, {"task": task, "classes": classes, "classes_checked": True, "notices": tuple(notices)}
 
 
 def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading: ReadOptions) -> Pixels:
@@ -514,10 +508,9 @@ def _decode(files: Folders, rows: pd.DataFrame, reading: ReadOptions, divide: Di
     """Return each client's images; raise :class:`UsageError` for broken files, unless they are to be left out."""
     decoded = {name: decode_images(files, name, reading) for name in files.clients}
     broken = files.broken | {path: why for images, _ in decoded.values() for path, why in images.broken.items()}
-    listing.refuse_broken(files.path, broken, sum(len(client.files) for client in files.clients.values()), reading)
-    lost = {name: client.list_lost(broken) for name, client in files.clients.items()}
-    every_lost = set[str]().union(*lost.values())
-    trained = rows[divide(every_lost) == "train"]
+    files.refuse_broken(broken, reading)
+    lost = set[str]().union(*(client.list_lost(broken) for client in files.clients.values()))
+    trained = rows[divide(lost) == "train"]
     levels = {
         name: [decoded[name][0].levels[row] for row in trained["place"][trained["client"] == name]]
         for name in files.clients
@@ -527,8 +520,9 @@ def _decode(files: Folders, rows: pd.DataFrame, reading: ReadOptions, divide: Di
     faults = list[str]()
     for name, client in files.clients.items():
         images, unkept = decoded[name]
-        notices += _list_notices(files, name, images, lost[name], reading)
-        faults += _list_faults(files, name, {f.path: broken[f.path] for f in client.files if f.path in broken})
+        notices += _list_notices(files, name, images, reading)
+        mine = {file.path: broken[file.path] for file in client.files if file.path in broken}
+        faults += [listing.describe_broken(name, mine, len(client.files))] if mine else []
         if unkept:
             text = f"{reading.cache_directory} cannot be written ({unkept}): images are kept in memory"
             notices.append(Information(text))
@@ -536,7 +530,7 @@ def _decode(files: Folders, rows: pd.DataFrame, reading: ReadOptions, divide: Di
     used = sum(x.nbytes for images, _ in decoded.values() for x in images.values)
     make_room(reading.cache_directory, files.used + 2 * used)  # as decoded, and as scaled
     return Decoded(
-        stores=stores, decodings=list(how.values()), lost=every_lost,
+        stores=stores, decodings=list(how.values()), lost=lost,
         true_sizes=[np.array(files.list_sizes(client), np.int64) for client in files.clients.values()],
         notices=tuple(dict.fromkeys(notices)), faults=tuple(faults),
     )  # fmt: skip
@@ -590,29 +584,24 @@ def _decode_together(
     ``read`` returns a file at a size, ``[C, *size]``, and depends on the file and ``facts`` alone.
     """
     sizes, what = files.list_sizes(files.clients[name]), f"{'masks' if masks else 'images'} of {name}"
-    shape = (len(some), *_find_shape(files, name, masks=masks))
+    shape = (len(some), 1 if masks else files.count_channels(files.clients[name]), *np.max(sizes, axis=0).tolist())
     floats = not masks and files.how[name].kind != "byte"
 
     def work() -> Pixels:
         values = np.zeros(shape, np.float32 if floats else np.uint8)
-        levels, constant, broken = [NO_LEVELS] * len(some), set[str](), dict[str, str]()
+        row_of = {files.path / file.path: row for row, file in enumerate(some)}
 
-        def read_one(row: int) -> None:
-            path = some[row].path
-            try:
-                pixels, levels[row] = read(files.path / path, sizes[row])
-            except Unreadable as error:
-                broken[path] = str(error)
-                return
+        def read_one(file: Path) -> tuple[Levels, bool]:
+            pixels, levels = read(file, sizes[row_of[file]])
             if pixels.shape[1:] != shape[2:]:
                 pixels = extend(torch.from_numpy(np.array(pixels)), shape[2:], 0 if masks else None).numpy()
-            values[row] = pixels
-            if values[row].min() == values[row].max():
-                constant.add(path)
+            values[row_of[file]] = pixels
+            return levels, bool(pixels.min() == pixels.max())
 
-        run_in_parallel(read_one, [row for row, file in enumerate(some) if file.path not in files.broken], what,
-                        reading.progress)  # fmt: skip
-        return Pixels(values, dict(sorted(broken.items())), levels, sorted(constant))
+        readable = {file.path: files.path / file.path for file in some if file.path not in files.broken}
+        results, broken = read_all(readable, read_one, what, reading.progress)
+        levels = [results[file.path][0] if file.path in results else NO_LEVELS for file in some]
+        return Pixels(values, broken, levels, [path for path, (_, same) in results.items() if same])
 
     members = (
         [stamp(list_members(files.path / file.path)) for file in some] if files.content in (VOLUMES, RECORDINGS) else []
@@ -648,20 +637,14 @@ def _decode_each(
     return Pixels(values, broken, [NO_LEVELS] * len(values), constant), next(iter(unkept), "")
 
 
-def _find_shape(files: Folders, name: str, *, masks: bool = False) -> Size:
-    """Return the channels and the largest size of a client's images or masks."""
-    client = files.clients[name]
-    largest = np.max(files.list_sizes(client), axis=0).tolist()
-    return (1 if masks else files.count_channels(client), *largest)
-
-
 def make_store(files: Folders, name: str, images: Pixels, how: Decoding, reading: ReadOptions) -> Tensor | LazyStore:
     """Return a client's samples: pictures as a tensor, mapped from the cache; others as mapped arrays."""
-    client, (channels, *size) = files.clients[name], _find_shape(files, name)
+    client = files.clients[name]
     if files.content in (VOLUMES, RECORDINGS):
         members = [files.path / file.path for file in client.images]
         headers = [files.headers.get(file.path) for file in client.images] if files.content == VOLUMES else []
-        return MappedStore(list(images.values), tuple(size), f"client {name!r}", members, how, headers)
+        size = tuple(np.max(files.list_sizes(client), axis=0).tolist())
+        return MappedStore(list(images.values), size, f"client {name!r}", members, how, headers)
     if how.kind == "byte":
         return torch.from_numpy(images.values)
 
@@ -671,17 +654,20 @@ def make_store(files: Folders, name: str, images: Pixels, how: Decoding, reading
             scaled[start : start + _CHUNK] = how.rescale(images.values[start : start + _CHUNK])
         return scaled
 
-    key = "scaled", str(files.path.resolve()), client.images, how, channels, files.list_sizes(client), size
+    key = "scaled", str(files.path.resolve()), client.images, how, images.values.shape, files.list_sizes(client)
     return torch.from_numpy(keep(reading.cache_directory, key, work)[0])
 
 
-def _list_notices(files: Folders, name: str, images: Pixels, lost: Collection[str], reading: ReadOptions) -> list[str]:
+def _list_notices(files: Folders, name: str, images: Pixels, reading: ReadOptions) -> list[str]:
     """Return remarks on how a client's files were read."""
     client, notices = files.clients[name], list[str]()
     frames = {f.path: getattr(files.headers.get(f.path), "frames", 1) for f in client.images}
     if several := {path: count for path, count in frames.items() if count > 1}:
         told = join_some(f"{path}: {count}" for path, count in several.items())
         notices.append(f"client {name!r}: {len(several)} files hold several frames, the first is read ({told})")
+    changes = Counter(getattr(files.headers.get(f.path), "changed", "") for f in client.images)
+    counts = [f"{count} of {len(client.images)} images {change}" for change, count in changes.items() if change]
+    notices += [Information(f"client {name!r}: {text}") for text in counts]
     if images.constant:
         notices.append(
             f"client {name!r}: {len(images.constant)} of {len(client.images)} images are constant, all of their pixels "
@@ -690,18 +676,7 @@ def _list_notices(files: Folders, name: str, images: Pixels, lost: Collection[st
     if any(file.part for file in client.images) and not any(file.part == "test" for file in client.images):
         text = f"client {name!r}: no test folder, so {reading.test_fraction:g} of its train folder is for testing"
         notices.append(Information(text))
-    if name in files.present:
-        pairs = tuple(zip(client.images, client.masks, strict=True))
-        notices += pairing.list_empty(name, pairs, files.present[name], lost, white=name in files.clients_with_255)
     return notices
-
-
-def _list_faults(files: Folders, name: str, broken: Mapping[str, str]) -> list[str]:
-    """Return sentences about a client's files that are broken, or in a format that is not read."""
-    client = files.clients[name]
-    told = [listing.describe_broken(name, broken, len(client.files))] if broken else []
-    readable = READABLE if files.content == VOLUMES else ()
-    return [*told, *listing.list_unread(client.folder, name, readable)]
 
 
 def read_unlabeled(
@@ -715,9 +690,7 @@ def read_unlabeled(
     images = tuple(ImageFile(name, "", "", *stamp([file])[0][1:]) for name, file in found.items())
     content = VOLUMES if volumes else MASKS if reading.patch else CLASSES
     name = path.resolve().name
-    files = Folders(
-        path=path, content=content, clients={name: Client(folder=path, images=images)}, headers={}, broken={}
-    )
+    files = Folders(path=path, content=content, clients={name: Client(images=images)}, headers={}, broken={})
     files, _ = inspect(files, reading)
     files = replace(files, sizes=dict.fromkeys(files.sizes, size)) if size else files
     decoded, _ = decode_images(files, name, reading)
