@@ -705,40 +705,35 @@ def _prepare_clients(
     reading: ReadOptions, divide: Divide,
 ) -> Decoded:  # fmt: skip
     """Return the features of each client's rows, float32 ``[N, D]``, filled and scaled by its training rows."""
-    made, filled, empty, coarse = [], list[str](), dict[str, list[str]](), dict[str, None]()
+    made = dict[str, PreparedRows]()
     trained = np.split(divide(()) == "train", np.cumsum([len(here) for here in places.values()])[:-1])
     for (client, here), training in zip(places.items(), trained, strict=True):
         x = np.concatenate([spread(own[here], column) for own, column in zip(values, columns, strict=True)], axis=1)
         if reading.missing == "refuse" and np.isnan(x).any():
             raise _refuse_missing(client, x, columns)
-        made.append(prepare_rows(
+        made[client] = prepare_rows(
             x, np.flatnonzero(training), columns, scaled=reading.scaling == "client",
             locate=partial(_locate_row, rows, here),
-        ))  # fmt: skip
-        filled += [f"{client} {made[-1].filled}"] if made[-1].filled else []
-        coarse |= dict.fromkeys(made[-1].coarse)
-        for name in made[-1].empty:
-            empty.setdefault(name, []).append(client)
-    notices = [
-        f"column {column!r} has no value in the training rows of {join_some(map(repr, clients))}: it is 0 in all "
-        "their rows"
-        for column, clients in empty.items()
-    ]
-    if filled:
-        notices.append(
-            "missing values imputed from each client's own training rows (median, or most frequent category): "
-            + join_some(filled)
-        )
-    if coarse:
-        notices.append(LOST.format(join_some(map(repr, coarse))))
+        )  # fmt: skip
+    empty = dict.fromkeys(name for each in made.values() for name in each.empty)
+    lacking = {name: join_some(repr(client) for client in made if name in made[client].empty) for name in empty}
+    filled = join_some(f"{client} {each.filled}" for client, each in made.items() if each.filled)
+    coarse = join_some(dict.fromkeys(repr(name) for each in made.values() for name in each.coarse))
+    imputed = "missing values imputed from each client's own training rows (median, or most frequent category): "
+    notices = (
+        *(f"column {name!r} has no value in the training rows of {clients}: it is 0 in all their rows"
+          for name, clients in lacking.items()),
+        *([imputed + filled] if filled else []),
+        *([LOST.format(coarse)] if coarse else []),
+    )  # fmt: skip
     return Decoded(
-        stores=[torch.from_numpy(prepared.x) for prepared in made], columns=columns, notices=tuple(notices),
-        scalings=[prepared.scaling for prepared in made],
+        stores=[torch.from_numpy(each.x) for each in made.values()], columns=columns, notices=notices,
+        scalings=[each.scaling for each in made.values()],
     )  # fmt: skip
 
 
 def _locate_row(rows: TableRows, here: Ints, row: int) -> str:
-    return rows.locate(rows.read[here[row : row + 1]])
+    return rows.locate(rows.read[here[[row]]])
 
 
 def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
