@@ -243,8 +243,8 @@ def test_a_header_says_that_a_picture_is_turned(tmp_path):
 @pytest.mark.parametrize(
     ("case", "changed"),
     [
-        ("PNG of 16 bits in color", "have 16 bits, of which the upper 8 are read"),
-        ("PNG of 16 bits with alpha", "have 16 bits, of .* read, and may be transparent, and are laid over white"),
+        ("PNG of 16 bits in color", "have 16 bits and are read by the upper 8"),
+        ("PNG of 16 bits with alpha", "have 16 bits and .* upper 8, and may be transparent, and are laid over white"),
         ("inks", "are in CMYK, made RGB without a color profile"),
         ("transparent entry", "may be transparent, and are laid over white"),
         ("PNG of 16 bits", "$"),
