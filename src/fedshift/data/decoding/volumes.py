@@ -137,7 +137,7 @@ def read_volume_header(file: Path) -> VolumeHeader:
 
 
 def parse_spacing(text: str | None) -> tuple[float, ...]:
-    """Return the millimeters that a text names, slices before rows before columns; one number stands for all axes.
+    """Return the millimeters that a text names, slices before rows before columns; one number is for all axes.
 
     Empty for no text and for :data:`MEDIAN`. Raises :class:`UsageError` for other texts.
     """
