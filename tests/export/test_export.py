@@ -108,6 +108,7 @@ def test_every_kind_of_model_gives_the_recorded_counts(method, client, experimen
     assert ("bn1.weight" in state) == (method != "fedwon")
 
 
+@pytest.mark.slow
 def test_the_usual_values_of_the_owners_training_images_are_kept_but_not_those_that_noise_hides(
     bobs, experiment, kept, make, tmp_path
 ):

@@ -8,8 +8,7 @@ along the normal, too, if it has their positions.
 
 Stored numbers become values, frame by frame, by a palette (C.7.6.3.1.5), a Modality LUT, or slope and intercept
 (C.11.1), of the frame's functional groups or of the file. Slopes of 0, unless the stored numbers are equal, doses,
-Real World Value Mappings (C.7.6.16.2.11) without these, and what else this module does not understand, are refused by the
-attribute.
+Real World Value Mappings (C.7.6.16.2.11) without these, and what this module does not understand are refused by name.
 """
 
 from __future__ import annotations
