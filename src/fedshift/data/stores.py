@@ -242,7 +242,7 @@ class FileArray(NamedTuple):
         return cls(path, array.shape, array.dtype, root.offset + start, array.strides)
 
     def map(self) -> Array:
-        """Return the array as it is in the file now; raise :class:`UsageError` if it cannot be read."""
+        """Return the array with the file's values now; raise :class:`UsageError` if it cannot be read."""
         try:
             return np.ndarray(*self[1:3], np.memmap(self.path, np.uint8, "c").data, *self[3:])
         except (OSError, TypeError, ValueError) as error:
@@ -277,7 +277,7 @@ class MappedStore(LazyStore):
         arrays: The samples ``[C, *axes]``.
         size: Axes of all samples when they are read; smaller ones end with the lowest value in each channel.
         where: Name of the samples in messages.
-        files: File, or folder of slices, from which each sample was decoded.
+        files: File, or folder of slices, of each sample.
         how: How they were decoded.
         headers: Header of each sample's file, of medical images; None: unknown.
 
