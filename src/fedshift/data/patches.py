@@ -86,7 +86,7 @@ class Patches:
         return places
 
     def cut(self, x: Tensor, place: NDArray[np.int64], fill: int | None = None) -> Tensor:
-        """Return a copy of the patch at ``place`` of ``x [..., *axes]``, padded with ``fill``; None: its channel's lowest."""
+        """Return a copy of the patch at ``place`` of ``x [..., *axes]``, padded with ``fill``; None: its lowest."""
         return extend(x[make_box(place.tolist(), self.size)], self.size, fill, x)
 
     def crop(self, x: Tensor, row: int) -> Tensor:
