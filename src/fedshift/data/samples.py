@@ -138,7 +138,7 @@ class Samples:
         return self.replace(y=self.y[index], rows=self.rows[index], group=group)
 
     def replace(self, **fields: Any) -> Samples:
-        """Return the same samples with other arguments of :class:`Samples`; another ``x`` has as many rows."""
+        """Return the same samples except these arguments of :class:`Samples`; another ``x`` has as many rows."""
         own = {name: getattr(self, name) for name in ("y", "normalization", "group", "patches")}
         return Samples(**{"x": self.store, "rows": None if self._all else self.rows, **own, **fields})
 
