@@ -151,12 +151,9 @@ def values(split):
     return sorted(split.inputs(slice(None)).flatten(1)[:, 0].mul(1000).round().int().tolist())
 
 
-def test_a_source_is_read_by_the_reader_of_its_kind(kind, source):
-    assert find_reader(source[0]) is READERS[OTHERS.get(kind, kind)]
-
-
 def test_rows_say_what_is_then_decoded(kind, source):
     given, options = source
+    assert find_reader(given) is READERS[OTHERS.get(kind, kind)]
     reading = ReadOptions(**options)
     found = find_reader(given).read(given, reading)
     made = read_source(given, reading)

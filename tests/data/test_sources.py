@@ -98,11 +98,6 @@ def test_images_are_scaled_as_asked(choice, expected):
     assert (made.fingerprint == plain.fingerprint) == (choice == "half")
 
 
-def test_scaling_of_images_is_for_images():
-    with pytest.raises(UsageError, match="normalize='unit' is for images"):
-        load_federation("gaussians", spec(normalize="unit"))
-
-
 def test_the_model_goes_by_the_samples_unless_named(make):
     assert make("fedavg").model.__name__ == "small_cnn"
     assert make("fedavg", data="gaussians").model.__name__ == "abide_mlp"
@@ -153,6 +148,8 @@ def test_every_client_must_hold_pixels_to_be_scaled_as_pixels():
     mixed = federation({"bytes": (x.astype(np.uint8), y, x.astype(np.uint8), y), "floats": (x, y, x, y)})
     with pytest.raises(UsageError, match="client 'floats' has other samples"):
         normalize(mixed, "imagenet")
+    with pytest.raises(UsageError, match="normalize='unit' is for images"):
+        load_federation("gaussians", spec(normalize="unit"))
 
 
 def test_another_augmentation_of_ones_own_is_another_run(make, tmp_path, monkeypatch):
