@@ -19,7 +19,7 @@ from fedshift.new_clients.own_network import adapt_network
 from fedshift.utils.errors import UsageError
 from tests.conftest import ARRAYS
 
-SPELLED = "Classes have names that differ only in case, spaces, zeros or codes of characters: 'One' and 'one'."
+SPELLED = "Classes have names that differ only in case, spaces, hyphens, zeros or codes of characters: 'One' and 'one'."
 LOST = "Client 'north': 1 image in a format that is not read, left out (.webp)."
 LINE = f"2 errors in the data: {LOST} {SPELLED} `fedshift data check` shows how to correct them; "
 WORDS = ("--rounds", 1, "--batches", 1, "--batch-size", 4)

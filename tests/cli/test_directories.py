@@ -95,7 +95,7 @@ def test_data_that_moved_alone_are_asked_for_and_checked(cli, project, run, tmp_
     )
     assert refused.err.endswith(": give those (--run-data PATH)\n")
     assert (
-        "begun with another data of client 'bob', train samples: then "
+        "begun with another version of the data of client 'bob', train samples: then "
         in cli("run", "--resume", run, "--data", tmp_path / "new place", *CODE).err
     )
 

@@ -7,12 +7,10 @@ import numpy as np
 import pandas as pd
 import pytest
 
-import fedshift
 from fedshift.config.spec import DataSpec, RunSpec
 from fedshift.data.agreement import KINDS
 from fedshift.data.assembly import federation
 from fedshift.data.sources import load_federation, load_source
-from fedshift.experiments.factory import make_experiment
 from fedshift.flower.coordinator.descriptions import ClientRegistry, SiteDescription, merge_columns
 from fedshift.new_clients.site_data import load_site
 from fedshift.utils.errors import FedshiftError, UsageError
@@ -58,44 +56,34 @@ def test_arrays_of_two_types_reach_a_network_at_one_scale_or_are_refused(one, ot
             assert np.abs(inputs - (given / 127.5 - 1 if stored else given)).max() < 1e-6
 
 
-@pytest.mark.parametrize("normalize", ["unit", "imagenet", "client"])
-def test_floats_from_minus_one_do_not_stand_beside_pixels_of_another_scaling(normalize, tmp_path):
+def test_floats_from_minus_one_do_not_stand_beside_pixels_of_another_scaling(tmp_path):
     for name, test in (("ann", "bytes"), ("bob", "signed")):
-        x, z = ARRAYS["bytes"], ARRAYS[test]
-        np.savez(tmp_path / f"{name}.npz", x_train=x, y_train=Y, x_test=z, y_test=Y)
+        np.savez(tmp_path / f"{name}.npz", x_train=ARRAYS["bytes"], y_train=Y, x_test=ARRAYS[test], y_test=Y)
     assert load_federation(str(tmp_path), DataSpec()).names == ("ann", "bob")
-    with pytest.raises(
-        UsageError, match=f"normalize='{normalize}' is for images .*, but client 'bob' has other samples"
-    ):
-        load_federation(str(tmp_path), DataSpec(normalize=normalize))
+    with pytest.raises(UsageError, match=r"normalize='unit' is for images .*, but client 'bob' has other samples"):
+        load_federation(str(tmp_path), DataSpec(normalize="unit"))
 
 
-def test_every_command_refuses_two_scales(tmp_path, cli):
+def test_two_scales_are_refused_before_any_work(tmp_path, cli):
     for name in ("ann", "bob"):
         np.savez(tmp_path / f"{name}.npz", x_train=ARRAYS["unit"], y_train=Y, x_test=ARRAYS["bytes"], y_test=Y)
     said = "client 'ann', train data: floats from 0 to 1, but client 'ann', test data: 8-bit pixels"
-    for command in ("data check DATA", "diagnose DATA", "run --data DATA", "compare --data DATA", "advise --data DATA"):
-        made = cli(*command.replace("DATA", str(tmp_path)).split())
+    for command in ("data check", "run --data"):
+        made = cli(*command.split(), str(tmp_path))
         assert made.code
         assert said in " ".join((made.out + made.err).split())
-    with pytest.raises(UsageError, match=said):
-        fedshift.compare("fedavg", data=str(tmp_path), rounds=1)
 
 
-def test_a_new_client_of_another_scale_is_refused():
+def test_a_new_client_of_another_scale_is_refused_and_its_integers_become_floats():
     run = federation({"a": (ARRAYS["unit"], Y, ARRAYS["unit"], Y)}, name="run")
     new = {"b": (ARRAYS["unit"], Y, ARRAYS["levels"], Y)}
     with pytest.raises(UsageError, match=r"the run's data: floats from 0 to 1, but own data, client"):
         load_site({"b": new["b"][2:] * 2}, RunSpec(), run.schema)
     with pytest.raises(UsageError, match="whole numbers up to 255 as floats; their scales differ"):
         load_site(new, RunSpec(), run.schema)
-
-
-def test_vectors_of_integers_become_floats_where_a_run_has_floats():
     rows = np.random.default_rng(1).normal(size=(8, 5))
-    run = federation({"a": (rows, Y, rows, Y)}, name="run")
     whole = np.rint(10 * rows).astype(np.int64)
-    made = load_site({"b": (whole, Y, whole, Y)}, RunSpec(), run.schema)
+    made = load_site({"b": (whole, Y, whole, Y)}, RunSpec(), federation({"a": (rows, Y, rows, Y)}).schema)
     assert np.array_equal(made.client("b").train.inputs(slice(None)).numpy(), whole)
 
 
@@ -110,8 +98,8 @@ def site(name, **changes):
     return SiteDescription.of(facts | changes)
 
 
-@pytest.mark.parametrize(("ours", "theirs"), [("floats from 0 to 1", "whole numbers up to 255 as floats")])
-def test_sites_of_two_scales_are_named(ours, theirs):
+def test_sites_of_two_scales_are_named():
+    ours, theirs = "floats from 0 to 1", "whole numbers up to 255 as floats"
     one, other = site("north", values={"train": ours, "test": ours}), site("south", values={"test": theirs})
     with pytest.raises(FedshiftError, match=f"'north', train data: {ours}, but 'south', test data: {theirs}"):
         ClientRegistry(clients=(one, other)).to_federation(None)
@@ -127,11 +115,10 @@ def test_sites_of_two_scales_are_named(ours, theirs):
 
 
 def write_tables(folder, values, suffix=".csv"):
+    folder.mkdir(exist_ok=True)
     for name, column in values.items():
-        table = pd.DataFrame({"age": np.arange(8) * 2.5, "flag": column, "y": Y})
-        table.to_csv(folder / f"{name}.csv", index=False) if suffix == ".csv" else table.to_parquet(
-            folder / f"{name}.parquet"
-        )
+        table, file = pd.DataFrame({"age": np.arange(8) * 2.5, "flag": column, "y": Y}), folder / f"{name}{suffix}"
+        table.to_csv(file, index=False) if suffix == ".csv" else table.to_parquet(file)
     return str(folder)
 
 
@@ -152,24 +139,15 @@ def test_true_and_false_are_one_and_zero_and_no_other_numbers(suffix, tmp_path):
 
 def test_a_client_that_joins_is_held_to_the_meaning_of_its_column(tmp_path):
     spec = RunSpec(target="y")
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-    run = load_source(write_tables(tmp_path / "one", {"a": Y > 0, "b": Y > 0}), spec)
-    other = write_tables(tmp_path / "two", {"c": Y * 2})
-    with pytest.raises(UsageError, match=r"column 'flag' holds True or False .*but 2 elsewhere"):
-        load_site(other, spec, run.schema)
-    run = load_source(write_tables(tmp_path / "two", {"c": Y * 2, "d": Y * 3}), spec)
-    with pytest.raises(UsageError, match="holds True or False, but numbers other than 0 and 1 in 'two'"):
-        load_site(write_tables(tmp_path / "one", {"a": Y > 0}), spec, run.schema)
-    sites = {name: load_source(str(tmp_path / name), spec).columns for name in ("one", "two")}
-    with pytest.raises(FedshiftError, match=r"'flag' contains True and False at 'one', but numbers .* at 'two'"):
+    truths = write_tables(tmp_path / "truths", {"a": Y > 0, "b": Y > 0})
+    numbers = write_tables(tmp_path / "numbers", {"c": Y * 2, "d": Y * 3})
+    with pytest.raises(UsageError, match=r"column 'flag' holds True or False .*but [23] elsewhere"):
+        load_site(numbers, spec, load_source(truths, spec).schema)
+    with pytest.raises(UsageError, match="holds True or False, but numbers other than 0 and 1 in 'numbers'"):
+        load_site(truths, spec, load_source(numbers, spec).schema)
+    sites = {name: load_source(str(tmp_path / name), spec).columns for name in ("truths", "numbers")}
+    with pytest.raises(FedshiftError, match=r"'flag' contains True and False at 'truths', but numbers .* at 'numbers'"):
         merge_columns(sites)
-
-
-def test_an_experiment_is_refused_before_any_work():
-    data = federation({"a": (ARRAYS["unit"], Y, ARRAYS["bytes"], Y)})
-    with pytest.raises(UsageError, match="floats from 0 to 1, but client 'a', test data: 8-bit pixels"):
-        make_experiment(RunSpec(method="fedavg", data=data))
 
 
 # Labels of one kind
@@ -203,13 +181,15 @@ def test_labels_are_of_one_kind_at_all_clients(labels, classes, tmp_path):
 
 
 def test_class_folders_and_sites_are_of_one_kind_too(tmp_path):
-    for client, names in (("ann", "01"), ("bob", ("neg", "pos"))):
-        for name in names:
+    names, sites = {"ann": ["0", "1"], "bob": ["neg", "pos"]}, []
+    for client, classes in names.items():
+        sites.append(site(client, class_names=classes))
+        for name in classes:
             (tmp_path / client / name).mkdir(parents=True)
             (tmp_path / client / name / "1.png").touch()
-    said = r"client 'ann' has numbers \(0, 1\); client 'bob' has words \(neg, pos\)"
-    with pytest.raises(UsageError, match=said):
-        load_source(str(tmp_path), DataSpec())
-    sites = site("ann", class_names=["0", "1"]), site("bob", class_names=["neg", "pos"])
-    with pytest.raises(FedshiftError, match=said):
-        ClientRegistry(clients=sites).to_federation(None)
+    for read in (
+        lambda: load_source(str(tmp_path), DataSpec()),
+        lambda: ClientRegistry(clients=tuple(sites)).to_federation(None),
+    ):
+        with pytest.raises(FedshiftError, match=r"'ann' has numbers \(0, 1\); client 'bob' has words \(neg, pos\)"):
+            read()

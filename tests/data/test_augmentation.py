@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 from PIL import Image, ImageEnhance
 from scipy.ndimage import affine_transform, gaussian_filter
-from scipy.ndimage import rotate as scipy_rotate
 
 from fedshift.data import augmentation
 from fedshift.data.augmentation import AUGMENTATIONS, augment_masks
@@ -18,14 +17,14 @@ from fedshift.utils.random_streams import stream
 
 EVERY = (
     "flip", "flip(vertical=True)", "rotate(degrees=40)", "rotate(degrees=40, fill='reflection')", "scale(amount=0.3)",
-    "shear(degrees=20)", "crop(padding=3)", "crop(padding=0.2, fill='border')", "resized_crop", "color_jitter",
+    "shear(degrees=20)", "crop(padding=3)", "crop(padding=0.2, fill='border')", "color_jitter",
     "brightness_contrast", "erase(patches=3, size=4)", "sometimes(rotate(degrees=40), p=0.4)",
     "sequence(flip, crop(padding=1))", "noise(variance=0.5)", "blur", "lower_resolution", "gamma(inverted=True)",
     "crop(padding=40, fill='reflection')", "fedbn_office", "fedmmb_cifar", "flamby_isic", "nnunet",
 )  # fmt: skip
 WITHOUT_STRENGTH = (
     "flip(p=0)", "flip(p=0, vertical=True)", "rotate(degrees=0)", "scale(amount=0)", "shear(degrees=0)",
-    "crop(padding=0)", "resized_crop(scale=(1, 1), ratio=(1, 1))", "brightness_contrast(brightness=0, contrast=0)",
+    "crop(padding=0)", "brightness_contrast(brightness=0, contrast=0)",
     "color_jitter(brightness=0, contrast=0, saturation=0, hue=0)", "sometimes(erase(size=4), p=0)",
     "noise(variance=0)", "gamma(bounds=(1, 1))", "lower_resolution(share=(1, 1))", "scale(amount=(1, 1))",
 )  # fmt: skip
@@ -130,13 +129,6 @@ def test_flips_are_torchs_each_way_equally_often(vertical, expected):
     assert shares == pytest.approx(expected, abs=0.06)
 
 
-def test_rotation_is_scipys():
-    x = images(1, 1, 13, 13)
-    turned = AUGMENTATIONS.parse("rotate(degrees=40)")(x, Fixed(0.8))
-    expected = scipy_rotate(x[0, 0].numpy(), 40 * 0.6, reshape=False, order=1, mode="grid-constant")
-    assert np.allclose(turned[0, 0], expected, atol=1e-12)
-
-
 @pytest.mark.parametrize(
     ("fill", "mode"), [("zeros", "grid-constant"), ("border", "nearest"), ("reflection", "mirror")]
 )
@@ -189,34 +181,6 @@ def seen(monkeypatch):
     seen = {}
     monkeypatch.setattr(augmentation, "warp", lambda x, into, fill: seen.update(into=into) or x)
     return seen
-
-
-def test_a_resized_crop_lies_in_the_image_with_the_area_and_ratio_asked_for(seen):
-    AUGMENTATIONS.parse("resized_crop(scale=(0.1, 0.4))")(torch.zeros(2000, 1, 30, 40), key())
-    (width, height), place = seen["into"][:, [0, 1], [0, 1]].T * [[40], [30]], seen["into"][:, :, 2]
-    area, ratio = width * height / 1200, width / height
-    assert area.min() >= 0.1
-    assert area.max() <= 0.4
-    assert area.mean() == pytest.approx(0.25, abs=0.01)
-    assert ratio.min() >= 0.75
-    assert ratio.max() <= 4 / 3
-    assert np.log(ratio).mean() == pytest.approx(0, abs=0.02)
-    assert (np.abs(place[:, 0]) + width / 2).max() <= 20
-    assert (np.abs(place[:, 1]) + height / 2).max() <= 15
-    AUGMENTATIONS.parse("resized_crop(scale=(0.9, 1), ratio=(0.25, 4))")(torch.zeros(200, 1, 30, 40), key())
-    shares = seen["into"][:, [0, 1], [0, 1]]
-    assert (shares.max(axis=1) == 1).sum() > 100  # a window longer than the image is cut to its side
-    assert shares.max() == 1
-
-
-def test_a_resized_crop_is_pillows():
-    x = images(1, 1, 16, 16)
-    out = AUGMENTATIONS.parse("resized_crop(scale=(0.25, 0.25), ratio=(1, 1))")(x, Fixed(0, 0, 0.75, 0.25))
-    picture = Image.fromarray(
-        x[0, 0].numpy().astype(np.float32)
-    )  # a window of 8 x 8 at 6 from the left, 2 from the top
-    expected = np.asarray(picture.crop((6, 2, 14, 10)).resize((16, 16), Image.Resampling.BILINEAR))
-    assert np.allclose(out[0, 0, 1:-1, 1:-1], expected[1:-1, 1:-1], atol=1e-6)
 
 
 # color
@@ -370,8 +334,6 @@ def test_an_augmentation_of_ones_own_is_found_in_its_module():
     [
         ("flop", "unknown augmentation 'flop': did you mean 'flip'? allowed are blur, brightness_contrast"),
         ("flip(p=2)", "p=2 is not a probability: it must be in [0, 1]"),
-        ("sometimes(flip, p=-1)", "p=-1 is not a probability"),
-        ("flip(chance=1)", "unknown argument 'chance'; flip takes p=0.5, vertical=False"),
         ("rotate(degrees=-3)", "rotate: degrees=-3 must lie in 0..180"),
         ("rotate(fill='white')", "rotate: fill='white' is unknown: allowed are zeros, border, reflection"),
         ("scale(amount=1)", "scale: amount=1 must lie in [0, 1)"),
@@ -380,17 +342,11 @@ def test_an_augmentation_of_ones_own_is_found_in_its_module():
         ("blur(sigma=(0, 1))", "blur: sigma=(0, 1) must be 0 < low <= high"),
         ("shear(degrees=90)", "shear: degrees=90 must lie in [0, 90)"),
         ("crop(padding=-1)", "crop: padding=-1 must be whole pixels from 0 or a share in [0, 1)"),
-        ("crop(padding=1.5)", "crop: padding=1.5 must be whole pixels"),
-        ("resized_crop(scale=(0.5, 0.2))", "resized_crop: scale=(0.5, 0.2) must be 0 < low <= high <= 1"),
-        ("resized_crop(ratio=(0, 1))", "resized_crop: ratio=(0, 1) must be 0 < low <= high"),
         ("color_jitter(contrast=-0.1)", "color_jitter: contrast=-0.1 must be 0 or more"),
         ("color_jitter(hue=0.6)", "color_jitter: hue=0.6 must lie in [0, 0.5]"),
         ("brightness_contrast(contrast=2)", "brightness_contrast: contrast=2 must lie in [0, 1]"),
         ("erase(patches=0)", "erase: patches=0 must be a whole number from 1"),
         ("erase(size=0)", "erase: size=0 must be whole pixels from 1 or a share in (0, 1)"),
-        ("flip(p='a')", "flip takes p=0.5, vertical=False"),
-        ("flip(", "cannot be read"),
-        ("fedshift.nowhere:flip", "fedshift.nowhere"),
     ],
 )
 def test_what_cannot_be_done_is_refused_and_said(text, said):
@@ -413,7 +369,7 @@ def blocks(count=6, side=32):
 @pytest.mark.parametrize(
     "text",
     ["flip(vertical=True)", "rotate(degrees=40, {})", "scale(amount=0.3, {})", "shear(degrees=20, {})",
-     "crop(padding=5, {})", "resized_crop(scale=(0.3, 0.8))", "sometimes(rotate(degrees=40, {}), p=0.5)",
+     "crop(padding=5, {})", "sometimes(rotate(degrees=40, {}), p=0.5)",
      "sequence(erase(patches=1, size=1), rotate(degrees=40, {}), flip())"],
 )  # fmt: skip
 def test_a_mask_stays_on_its_image(text, fill):

@@ -13,10 +13,10 @@ import pytest
 
 from fedshift.data import downloads as module
 from fedshift.data.datasets._card import Card, Remote
-from fedshift.data.downloads import fetch
 from fedshift.utils.errors import FedshiftError, UsageError
 
 CONTENT = np.random.default_rng(0).bytes(300_000)
+SHA256, MD5 = hashlib.sha256(CONTENT).hexdigest(), hashlib.md5(CONTENT).hexdigest()
 
 
 class Server(ThreadingHTTPServer):
@@ -28,11 +28,7 @@ class Server(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.asked: list[str | None] = []
         self.ranges, self.length, self.status, self.cut, self.shift = True, True, 200, 0, 0
-        self.content = CONTENT
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}/file.bin"
+        self.url = f"http://127.0.0.1:{self.server_port}/file.bin"
 
 
 class Handler(BaseHTTPRequestHandler):
@@ -41,22 +37,18 @@ class Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         wanted = self.headers.get("Range")
         self.server.asked.append(wanted)
-        content, status, start = self.server.content, self.server.status, 0
+        status, start = self.server.status, 0
         if status == 200 and wanted and self.server.ranges:
             start, status = int(wanted.removeprefix("bytes=").removesuffix("-")) + self.server.shift, 206
-            if start >= len(content):
-                status = 416
+            status = 416 if start >= len(CONTENT) else 206
         self.send_response(status)
         if status == 206:
-            self.send_header("Content-Range", f"bytes {start}-{len(content) - 1}/{len(content)}")
-        if status >= 400:
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        if self.server.length:
-            self.send_header("Content-Length", str(len(content) - start))
+            self.send_header("Content-Range", f"bytes {start}-{len(CONTENT) - 1}/{len(CONTENT)}")
+        if self.server.length or status >= 400:
+            self.send_header("Content-Length", "0" if status >= 400 else str(len(CONTENT) - start))
         self.end_headers()
-        self.wfile.write(content[start : self.server.cut or None])
+        if status < 400:
+            self.wfile.write(CONTENT[start : self.server.cut or None])
         self.close_connection = True
 
     def log_message(self, format: str, *args: object) -> None:
@@ -73,11 +65,6 @@ def server():
         thread.join()
 
 
-def card_of(url: str, **facts) -> Card:
-    remote = Remote(url=url, name="part/file.bin", **{"sha256": hashlib.sha256(CONTENT).hexdigest()} | facts)
-    return card(remotes=(remote,))
-
-
 def card(**facts) -> Card:
     return Card(
         title="t", clients=("a",), classes=2, samples="s", license="l", source="s",
@@ -85,141 +72,108 @@ def card(**facts) -> Card:
     )  # fmt: skip
 
 
+def fetch(url: str, root: Path, checksum: str = f"sha256:{SHA256}", **options) -> list[Path]:
+    return module.fetch(
+        "bench", card(remotes=(Remote(url=url, name="part/file.bin", checksum=checksum),)), root, **options
+    )
+
+
 @pytest.fixture
 def place(tmp_path) -> Path:
-    return tmp_path / "bench" / "part" / "file.bin"
+    """Where the file belongs."""
+    place = tmp_path / "bench" / "part" / "file.bin"
+    place.parent.mkdir(parents=True)
+    return place
 
 
 def begin(place: Path, content: bytes) -> Path:
     """Leave ``content`` as what an earlier fetching brought."""
     part = place.with_name("file.bin.part")
-    part.parent.mkdir(parents=True)
     part.write_bytes(content)
     return part
 
 
-@pytest.mark.parametrize(
-    "checksums",
-    [{}, {"sha256": None, "md5": hashlib.md5(CONTENT).hexdigest().upper()}, {"sha256": None}, {"size": len(CONTENT)}],
-)
-def test_a_file_is_fetched_whole_and_nothing_else_is_left(server, tmp_path, place, checksums):
+@pytest.mark.parametrize("checksum", [f"sha256:{SHA256}", f"md5:{MD5.upper()}", ""])
+def test_a_file_is_fetched_whole_once_and_nothing_else_is_left(server, tmp_path, checksum):
     heard = []
-    files = fetch("bench", card_of(server.url, **checksums), tmp_path, progress=lambda *news: heard.append(news))
-    assert files == [place]
-    assert place.read_bytes() == CONTENT
-    assert [file for file in tmp_path.rglob("*") if file.is_file()] == [place]
+    (file,) = fetch(server.url, tmp_path, checksum, progress=lambda *news: heard.append(news))
+    assert file == tmp_path / "bench" / "part" / "file.bin"
+    assert file.read_bytes() == CONTENT
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == [file]
     assert heard[-1] == ("file.bin", len(CONTENT), len(CONTENT))
+    assert fetch(server.url, tmp_path, checksum) == [file]
+    assert server.asked == [None]
 
 
-def test_a_server_that_does_not_say_how_much_is_believed_at_the_end(server, tmp_path, place):
+def test_a_server_that_does_not_say_how_much_is_believed_at_the_end(server, tmp_path):
     server.length, heard = False, []
-    fetch("bench", card_of(server.url), tmp_path, progress=lambda *news: heard.append(news))
-    assert place.read_bytes() == CONTENT
+    (file,) = fetch(server.url, tmp_path, progress=lambda *news: heard.append(news))
+    assert file.read_bytes() == CONTENT
     assert heard[-1] == ("file.bin", len(CONTENT), 0)
 
 
-def test_a_file_that_is_there_and_right_is_not_asked_for(server, tmp_path, place):
-    place.parent.mkdir(parents=True)
-    place.write_bytes(CONTENT)
-    before = place.stat().st_mtime_ns
-    assert fetch("bench", card_of(server.url), tmp_path) == [place]
-    assert (server.asked, place.stat().st_mtime_ns) == ([], before)
-
-
 def test_a_file_that_is_there_and_wrong_is_left_alone_and_named(server, tmp_path, place):
-    place.parent.mkdir(parents=True)
     place.write_bytes(b"my own")
-    with pytest.raises(
-        FedshiftError, match=r"file.bin is not the published file \(its sha256 is .*, published is .*\): move"
-    ):
-        fetch("bench", card_of(server.url), tmp_path)
+    said = r"file.bin is not the published file \(its sha256 is .*, published is .*\): move"
+    with pytest.raises(FedshiftError, match=said):
+        fetch(server.url, tmp_path)
     assert (server.asked, place.read_bytes()) == ([], b"my own")
 
 
 def test_a_cut_connection_is_an_error_and_the_next_fetching_goes_on_from_there(server, tmp_path, place):
     server.cut = 100_000
-    with pytest.raises(FedshiftError) as cut:
-        fetch("bench", card_of(server.url), tmp_path)
-    assert server.url in str(cut.value)
-    assert "the connection was cut after 100000 of 300000 bytes" in str(cut.value)
-    assert "get it by hand (see https://publisher.example) and put it at " + str(place) in str(cut.value)
+    said = rf"{server.url} cannot be fetched: the connection was cut after 100000 of 300000 bytes.*get it by hand"
+    with pytest.raises(FedshiftError, match=rf"{said} \(see https://publisher.example\) and put it at {place}"):
+        fetch(server.url, tmp_path)
     assert not place.exists()
     server.cut, heard = 0, []
-    fetch("bench", card_of(server.url), tmp_path, progress=lambda *news: heard.append(news))
+    fetch(server.url, tmp_path, progress=lambda *news: heard.append(news))
     assert place.read_bytes() == CONTENT
     assert server.asked == [None, "bytes=100000-"]
-    assert heard[0][1] > 100_000
-    assert heard[-1] == ("file.bin", len(CONTENT), len(CONTENT))
+    assert (heard[0][1] > 100_000, heard[-1]) == (True, ("file.bin", len(CONTENT), len(CONTENT)))
 
 
-def test_a_server_that_sends_no_parts_sends_the_whole_again(server, tmp_path, place):
-    begin(place, b"x" * 70_000)
-    server.ranges = False
-    fetch("bench", card_of(server.url), tmp_path)
-    assert place.read_bytes() == CONTENT
-    assert server.asked == ["bytes=70000-"]
-
-
-@pytest.mark.parametrize("size", [len(CONTENT), len(CONTENT) + 5])
-def test_a_part_as_long_as_the_file_or_longer_is_begun_anew_where_the_server_has_no_more(server, tmp_path, place, size):
+@pytest.mark.parametrize("size", [70_000, len(CONTENT), len(CONTENT) + 5])
+def test_a_part_is_begun_anew_where_the_server_sends_no_parts_or_has_no_more(server, tmp_path, place, size):
     begin(place, b"x" * size)
-    fetch("bench", card_of(server.url), tmp_path)
+    server.ranges = size > 70_000
+    fetch(server.url, tmp_path)
     assert place.read_bytes() == CONTENT
-    assert server.asked == [f"bytes={size}-", None]
-
-
-def test_a_part_that_is_whole_by_its_published_size_is_taken_without_asking(server, tmp_path, place):
-    begin(place, CONTENT)
-    fetch("bench", card_of(server.url, size=len(CONTENT)), tmp_path)
-    assert (place.read_bytes(), server.asked) == (CONTENT, [])
+    assert server.asked == [f"bytes={size}-", None][: 1 + server.ranges]
 
 
 def test_another_part_than_was_asked_for_is_refused(server, tmp_path, place):
     part = begin(place, CONTENT[:1000])
     server.shift = 7
     with pytest.raises(FedshiftError, match="asked for bytes from 1000, the server sent others"):
-        fetch("bench", card_of(server.url), tmp_path)
+        fetch(server.url, tmp_path)
     assert part.read_bytes() == CONTENT[:1000]
 
 
-@pytest.mark.parametrize(
-    ("facts", "said"),
-    [
-        ({"sha256": "0" * 64}, f"its sha256 is {hashlib.sha256(CONTENT).hexdigest()}, published is {'0' * 64}"),
-        ({"sha256": None, "md5": "1" * 32}, f"its md5 is {hashlib.md5(CONTENT).hexdigest()}, published is {'1' * 32}"),
-        ({"size": 12}, "it has 300000 bytes, published are 12"),
-    ],
-)
-def test_a_file_that_is_not_the_published_one_is_not_kept(server, tmp_path, place, facts, said):
-    with pytest.raises(FedshiftError) as wrong:
-        fetch("bench", card_of(server.url, **facts), tmp_path)
-    assert said in str(wrong.value)
-    assert server.url in str(wrong.value)
+@pytest.mark.parametrize(("kind", "known"), [("sha256", SHA256), ("md5", MD5)])
+def test_a_file_that_is_not_the_published_one_is_not_kept(server, tmp_path, kind, known):
+    said = rf"{server.url} gave .*its {kind} is {known}, published is 0000\)"
+    with pytest.raises(FedshiftError, match=said):
+        fetch(server.url, tmp_path, f"{kind}:0000")
     assert [file for file in tmp_path.rglob("*") if file.is_file()] == []
 
 
 def test_a_refusal_of_the_server_is_told(server, tmp_path):
     server.status = 404
-    with pytest.raises(
-        FedshiftError, match=r"file.bin cannot be fetched: the server answers 404 Not Found. Try later, or get"
-    ):
-        fetch("bench", card_of(server.url), tmp_path)
+    said = r"file.bin cannot be fetched: the server answers 404 Not Found. Try later, or get"
+    with pytest.raises(FedshiftError, match=said):
+        fetch(server.url, tmp_path)
 
 
-def test_no_server_is_told(tmp_path):
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{unused.getsockname()[1]}/file.bin"
-        with pytest.raises(FedshiftError, match=r"127.0.0.1:[0-9]+/file.bin cannot be fetched: .*refused.*Try again"):
-            fetch("bench", card_of(url), tmp_path)
-
-
-def test_a_server_that_never_answers_is_given_up(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("listens", "said"), [(False, "refused.*Try again"), (True, "timed out")])
+def test_a_server_that_is_not_there_or_never_answers_is_given_up(tmp_path, monkeypatch, listens, said):
     monkeypatch.setattr(module, "TIMEOUT", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as mute:
-        url = f"http://127.0.0.1:{mute.getsockname()[1]}/file.bin"
-        with pytest.raises(FedshiftError, match=r"cannot be fetched: .*timed out"):
-            fetch("bench", card_of(url), tmp_path)
+    with socket.socket() as mute:
+        mute.bind(("127.0.0.1", 0))
+        if listens:
+            mute.listen()
+        with pytest.raises(FedshiftError, match=rf"127.0.0.1:[0-9]+/file.bin cannot be fetched: .*{said}"):
+            fetch(f"http://127.0.0.1:{mute.getsockname()[1]}/file.bin", tmp_path)
 
 
 def test_a_full_disk_is_told_and_what_came_is_kept(server, tmp_path, place, monkeypatch):
@@ -236,22 +190,18 @@ def test_a_full_disk_is_told_and_what_came_is_kept(server, tmp_path, place, monk
 
     monkeypatch.setattr(Path, "open", opened)
     with pytest.raises(FedshiftError, match=r"cannot write .*file.bin.part: No space left on device. Make room"):
-        fetch("bench", card_of(server.url), tmp_path)
+        fetch(server.url, tmp_path)
     monkeypatch.undo()
-    fetch("bench", card_of(server.url), tmp_path)
+    fetch(server.url, tmp_path)
     assert (place.read_bytes(), server.asked) == (CONTENT, [None, "bytes=1000-"])
 
 
-def test_a_place_that_cannot_be_written_is_told(server, tmp_path):
+def test_what_cannot_be_fetched_or_written_is_refused_with_what_to_do(server, tmp_path):
+    with pytest.raises(UsageError, match="'bench' is made by fedshift itself: there is nothing to fetch"):
+        module.fetch("bench", card(generated=True), tmp_path)
+    said = r"cannot be fetched: get it from https://publisher.example and put into .*bench file.bin"
+    with pytest.raises(UsageError, match=said):
+        module.fetch("bench", card(), tmp_path)
     (tmp_path / "bench").write_text("a file where a directory should be")
     with pytest.raises(FedshiftError, match=r"cannot write .*file.bin.part: .*choose another directory \(root\)"):
-        fetch("bench", card_of(server.url), tmp_path)
-
-
-def test_what_cannot_be_fetched_is_refused_with_what_to_do(tmp_path):
-    with pytest.raises(UsageError, match="'bench' is made by fedshift itself: there is nothing to fetch"):
-        fetch("bench", card(generated=True), tmp_path)
-    with pytest.raises(
-        UsageError, match=r"cannot be fetched: get it from https://publisher.example and put into .*bench file.bin"
-    ):
-        fetch("bench", card(), tmp_path)
+        fetch(server.url, tmp_path)

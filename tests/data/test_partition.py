@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fedshift.data.assembly import federation
 from fedshift.data.assignment import describe_assignment, saved
 from fedshift.data.copies import count_copies, number_samples
-from fedshift.data.federation import ClientData, Federation, pool_training_data
+from fedshift.data.federation import ClientData, Federation
 from fedshift.data.nuclei import nuclei
 from fedshift.data.partition import CHANGES as CATALOG
 from fedshift.data.partition import (
@@ -22,7 +21,6 @@ from fedshift.data.partition import (
     iid,
     labels,
     match_names,
-    may_match,
     only,
     quantity,
     repeat,
@@ -106,7 +104,7 @@ def count_domains(made: Federation, data: Federation) -> np.ndarray:
     return np.stack([np.bincount(each, minlength=len(starts)) for each in owners])
 
 
-@pytest.mark.parametrize("mixing", [0.0, 0.1, 0.5, 1.0])
+@pytest.mark.parametrize("mixing", [0.0, 0.1, 1.0])
 @pytest.mark.parametrize(("sizes", "clients"), [((90, 200, 310), 7), ((90, 200, 310, 50, 60), 2), ((100, 100), 2)])
 def test_domains_are_mixed_over_clients_as_the_benchmark_of_domain_generalization_does(sizes, clients, mixing):
     data = numbered(*sizes)
@@ -145,24 +143,17 @@ def test_a_kept_domain_stays_a_client_for_newcomers():
             domain_mix(clients=2, **wrong)(data)
 
 
-def test_iid_parts_are_of_equal_size_and_names_sort():
-    made = iid(clients=11)(numbered(1000))
+def test_iid_parts_are_of_equal_size_and_share_the_array_and_the_test_data_unless_these_are_dealt_out():
+    data = numbered(1000)
+    made = iid(clients=11)(data)
     assert {len(client.train) for client in made.clients} == {90, 91}
-    assert made.names[0] == "client-00"
-    assert list(made.names) == sorted(made.names)
+    assert made.names == tuple(f"client-{number:02}" for number in range(11))
+    assert {client.train.store for client in made.clients} == {data.clients[0].train.store}
+    assert {client.test for client in made.clients} == {made.clients[0].test}
+    assert made.notices[0].endswith(" share 40 test samples: their results are of the same samples")
+    assert held(only(clients="client-00")(made), "test") == held(data, "test")
+    assert [len(client.test) for client in iid(clients=4, test="same")(data).clients] == [10] * 4
     assert iid(clients=2, within="domain")(numbered(50, 60)).names == ("d0-0", "d0-1", "d1-0", "d1-1")
-
-
-def test_test_data_are_shared_unless_dealt_out():
-    data = numbered(100)
-    shared = iid(clients=4)(data)
-    assert all(client.test is shared.clients[0].test for client in shared.clients)
-    assert shared.notices == (
-        "client-0, client-1, client-2, client-3 share 40 test samples: their results are of the same samples",
-    )
-    assert held(only(clients="client-0")(shared), "test") == held(data, "test")
-    dealt = iid(clients=4, test="same")(data)
-    assert [len(client.test) for client in dealt.clients] == [10] * 4
 
 
 def test_dirichlet_shares_are_those_of_the_distribution():
@@ -204,7 +195,7 @@ def test_quantity_skew_changes_sizes_and_not_labels():
             assert float(client.train.y.double().mean()) == pytest.approx(0.5, abs=0.06)
 
 
-@pytest.mark.parametrize(("clients", "per_client"), [(10, 1), (10, 2), (100, 2), (20, 5), (5, 10), (15, 4)])
+@pytest.mark.parametrize(("clients", "per_client"), [(10, 1), (100, 2), (5, 10), (15, 4)])
 def test_non_iid_l_is_fedmmbs(clients, per_client):
     data = numbered(6000)
     made = labels(clients=clients, per_client=per_client)(data)
@@ -239,18 +230,12 @@ def test_ham_non_iid_has_the_papers_sizes_and_numbers_of_classes():
         ham_non_iid()(numbered(100))
 
 
-def test_clients_are_chosen_by_patterns():
-    data = iid(clients=12, within="domain")(numbered(100, 100))
-    assert only(clients="d1-0?")(data).names == tuple(f"d1-{k:02}" for k in range(10))
-    assert only(clients="d1-11, d0-0[12]")(data).names == ("d1-11", "d0-01", "d0-02")
-    with pytest.raises(UsageError, match="unknown client 'd2-\\*'"):
-        only(clients="d2-*")(data)
-
-
 @pytest.mark.parametrize(
     ("patterns", "found"),
     [
         ("b,a*", ("b", "a1", "a2")),
+        ("a[23], ?1", ("a2", "a1")),
+        ("d*", r"unknown client 'd\*'"),
         ("!a1", ("a2", "b", "!c")),
         ("a*, !a2", ("a1",)),
         ("!?1,b", ("b",)),
@@ -264,7 +249,6 @@ def test_names_are_chosen_and_left_out(patterns, found):
     names = ("a1", "a2", "b", "!c")
     if isinstance(found, tuple):
         assert match_names(patterns, names) == found
-        assert {name for name in names if may_match(name, patterns)} >= set(found)
     else:
         with pytest.raises(UsageError, match=found):
             match_names(patterns, names)
@@ -288,50 +272,60 @@ def test_sizes_are_swept_truncated_and_filled_up_by_repeating():
     assert sorted(held(fixed) + held(fixed, "validation")) == sorted(held(data))
 
 
-@pytest.mark.slow
-def test_thousands_of_clients_share_one_array():
-    rng = np.random.default_rng(0)
-    x, y = rng.integers(0, 256, (20_000, 4, 4), dtype=np.uint8), rng.integers(0, 10, 20_000)
-    data = federation({"one": (x, y, x[:100], y[:100])})
-    for change in (iid(clients=3000), dirichlet(clients=3000, alpha=0.1), labels(clients=3000, per_client=1)):
-        made = change(data).fit_images().check(allow_single_class=True)
-        assert len(made.clients) == 3000
-        assert len({client.train.store.data_ptr() for client in made.clients}) == 1
-        assert made.clients[0].train.store.data_ptr() == data.clients[0].train.store.data_ptr()
+def save(data, changes, file):
+    table = describe_assignment(data, changes)
+    table.to_csv(file, index=False)
+    return table
 
 
-def test_a_saved_split_is_read_back_sample_for_sample(tmp_path):
-    data = numbered(120, 90)
-    changes = [dirichlet(clients=4, alpha=0.3), validation(fraction=0.25)]
-    made = data
+@pytest.mark.parametrize(("changes", "starred"), [
+    ([dirichlet(clients=4, alpha=0.3), validation(fraction=0.25)], {"client-*": 80}),
+    ([iid(clients=4, within="domain")], {"d0-*": 40, "d1-*": 40}),
+    ([truncate()], {}),
+])  # fmt: skip
+def test_a_saved_split_is_read_back_sample_for_sample_and_shared_test_data_stand_once(tmp_path, changes, starred):
+    data = made = numbered(120, 90)
     for change in changes:
         made = change(made)
-    table = describe_assignment(data, changes)
+    table = save(data, changes, tmp_path / "split.csv")
     assert list(table.columns) == ["client", "split", "domain", "source", "row"]
-    assert (table["client"] == "client-*").sum() == 80  # test data, shared by all, stand once
-    file = tmp_path / "split.csv"
-    table.to_csv(file, index=False)
-    again = saved(path=str(file))(data)
+    stars = table["client"].str.endswith("*")
+    assert table[stars].groupby("client").size().to_dict() == starred
+    assert set(table["split"][stars]) <= {"test"}
+    again = saved(path=str(tmp_path / "split.csv"))(data)
     assert again.names == made.names
-    for split in ("train", "validation", "test"):
-        assert held(again, split) == held(made, split)
-        for one, other in zip(again.clients, made.clients, strict=True):
-            assert torch.equal(one.splits[split].y, other.splits[split].y)
+    assert again.fingerprint == made.fingerprint
+    assert len({client.test for client in again.clients}) == len({client.test for client in made.clients})
     first = table.iloc[0]
     origin = data.client(first["domain"]).splits[first["source"]]
     assert float(made.client(first["client"]).splits[first["split"]].x[0]) == float(origin.x[first["row"]])
 
 
-def test_a_saved_split_of_other_data_is_refused(tmp_path):
-    file = tmp_path / "split.csv"
-    describe_assignment(numbered(120), [iid(clients=3)]).to_csv(file, index=False)
-    with pytest.raises(UsageError, match="which has 60 samples here"):
-        saved(path=str(file))(numbered(60))
-    with pytest.raises(UsageError, match="cannot be read"):
-        saved(path=str(tmp_path / "none.csv"))(numbered(60))
-    file.write_text("a,b\n1,2\n")
-    with pytest.raises(UsageError, match="has columns a, b"):
-        saved(path=str(file))(numbered(60))
+def test_clients_may_be_called_what_a_table_takes_for_missing(tmp_path):
+    clients = zip(numbered(30, 30, 30).clients, ("NA", "nan", ""), strict=True)
+    data = replace(numbered(30), clients=tuple(replace(client, name=name) for client, name in clients))
+    save(data, [truncate()], tmp_path / "split.csv")
+    assert saved(path=str(tmp_path / "split.csv"))(data).names == ("NA", "nan", "")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "said"),
+    [
+        ("client-0,train,d0,train,", "client-0,training,d0,train,", "splits one of train, validation, test"),
+        (",test,d0,test,3\n", ",test,d0,test,3.5\n", "rows must be whole numbers"),
+        (",test,d0,test,3\n", ",test,d0,test,99\n", "which has 40 samples here: use the data with which"),
+        ("client-1,train", "client-9,test", "client 'client-9' has test samples; it needs train and test"),
+        ("client,split,", "a,b,", "has columns a, b, domain, source, row"),
+        (None, None, "cannot be read"),
+    ],
+)
+def test_a_saved_split_that_was_changed_or_is_of_other_data_is_refused(tmp_path, old, new, said):
+    file, data = tmp_path / "split.csv", numbered(20)
+    if old:
+        save(data, [iid(clients=2, test="same")], file)
+        file.write_text(file.read_text().replace(old, new))
+    with pytest.raises(UsageError, match=said):
+        saved(path=str(file))(data)
 
 
 @pytest.mark.parametrize(
@@ -344,12 +338,9 @@ def test_a_saved_split_of_other_data_is_refused(tmp_path):
         (lambda: iid(clients=3, within="domains"), "unknown choice in iid 'domains'"),
         (lambda: iid(clients=3, test="none"), "unknown choice in iid 'none'"),
         (lambda: labels(clients=7, per_client=2)(numbered(100)), "multiple of 10"),
-        (lambda: labels(clients=10, per_client=11)(numbered(100)), "per_client must lie in 1..10"),
-        (lambda: sample(), "exactly one"),
         (lambda: sample(fraction=2.0), "fraction=2"),
         (lambda: sample(size=0), "size=0"),
         (lambda: sample(size=10.5), "size=10.5"),
-        (lambda: iid(clients=2.5), "clients=2.5"),
         (lambda: iid(clients=True), "clients=True"),
         (lambda: labels(clients=10, per_client=2.0), "per_client=2.0"),
         (lambda: dirichlet(clients=3, alpha=1.0, minimum="x"), "minimum='x'"),
@@ -358,8 +349,6 @@ def test_a_saved_split_of_other_data_is_refused(tmp_path):
         (lambda: saved(path=3), "path=3"),
         (lambda: validation(fraction="x"), "fraction='x'"),
         (lambda: validation(), "exactly one"),
-        (lambda: validation(size=5, fraction=0.1), "exactly one"),
-        (lambda: validation(size=0), "size=0"),
         (
             lambda: validation(size=70)(numbered(100, 70)),
             r"validation\(size=70\) leaves client 'd1' no training sample",
@@ -369,44 +358,6 @@ def test_a_saved_split_of_other_data_is_refused(tmp_path):
 def test_what_cannot_be_split_so_is_refused(make, said):
     with pytest.raises(UsageError, match=said):
         make()
-
-
-def test_test_data_that_a_domains_clients_share_stand_once_in_a_saved_split(tmp_path):
-    data = numbered(60, 50, test=30)
-    changes = [iid(clients=4, within="domain")]
-    table = describe_assignment(data, changes)
-    assert len(table) == 60 + 50 + 2 * 30
-    assert set(table["client"][table["split"] == "test"]) == {"d0-*", "d1-*"}
-    file = tmp_path / "split.csv"
-    table.to_csv(file, index=False)
-    again = saved(path=str(file))(data)
-    assert again.fingerprint == changes[0](data).fingerprint
-    assert len({id(client.test) for client in again.clients}) == 2
-
-
-def test_clients_may_be_called_what_a_table_takes_for_missing(tmp_path):
-    data = numbered(30, 30, 30)
-    named = replace(
-        data, clients=tuple(replace(c, name=n) for c, n in zip(data.clients, ("NA", "nan", ""), strict=True))
-    )
-    file = tmp_path / "split.csv"
-    describe_assignment(named, [truncate()]).to_csv(file, index=False)
-    assert saved(path=str(file))(named).names == ("NA", "nan", "")
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "said"),
-    [
-        ("client-0,train,d0,train,", "client-0,training,d0,train,", "splits one of train, validation, test"),
-        (",test,d0,test,3\n", ",test,d0,test,3.5\n", "rows must be whole numbers"),
-        ("client-1,train", "client-9,test", "client 'client-9' has test samples; it needs train and test"),
-    ],
-)
-def test_a_saved_split_that_was_changed_by_hand_is_refused(tmp_path, old, new, said):
-    text = describe_assignment(numbered(20), [iid(clients=2, test="same")]).to_csv(index=False)
-    (tmp_path / "split.csv").write_text(text.replace(old, new))
-    with pytest.raises(UsageError, match=said):
-        saved(path=str(tmp_path / "split.csv"))(numbered(20))
 
 
 def test_repeated_samples_are_not_dealt_out():
@@ -446,7 +397,7 @@ def test_copies_are_known_after_every_change_and_when_all_are_pooled(name, tmp_p
     data = replace(numbered(70, 63, classes=7), class_names=names)
     made = overlapping(data, tmp_path) if name == "saved" else EVERY[name](data)
     for whole in (made, repeat()(made), repeat()(truncate()(repeat()(made)))):
-        for view in (whole, pool_training_data(whole), whole.pool(), whole.to(torch.device("cpu"))):
+        for view in (whole, whole.pool(), whole.to(torch.device("cpu"))):
             parts = {client.name: client.train for client in view.clients}
             numbers = np.concatenate(list(number_samples(parts).values()))
             values = np.array(held(view))  # equal exactly where samples are the same one
@@ -469,26 +420,24 @@ def test_samples_of_many_numbers_are_copies_where_they_are_equal_unless_they_are
 # Draws for testing
 
 
-def test_every_place_is_in_one_of_both_and_every_class_gives_its_share():
-    y = np.random.default_rng(0).permutation(np.repeat([0, 3, 7], [50, 20, 5]))
-    rest, drawn = split_stratified(y, 0.2, stream(0, "test", "a"))
-    assert sorted([*rest, *drawn]) == list(range(75))
-    assert list(rest) == sorted(rest)
-    assert list(drawn) == sorted(drawn)
-    assert {label: int((y[drawn] == label).sum()) for label in (0, 3, 7)} == {0: 10, 3: 4, 7: 1}
-
-
-@pytest.mark.parametrize(("fraction", "drawn"), [(0.001, [0, 1, 1]), (0.5, [0, 1, 2]), (0.999, [0, 1, 2])])
-def test_a_class_of_two_or_more_is_on_both_sides_and_a_single_sample_stays(fraction, drawn):
-    y = np.array([0, 1, 1, 2, 2, 2])
-    _, places = split_stratified(y, fraction, stream(0, "test", "a"))
-    assert [int((y[places] == label).sum()) for label in range(3)] == drawn
-
-
-def test_the_draw_is_that_of_its_stream():
-    y = np.zeros(100, dtype=np.int64)
-    first, again, other = (split_stratified(y, 0.3, stream(0, "test", name))[1].tolist() for name in ("a", "a", "b"))
-    assert first == again != other
+@pytest.mark.parametrize(
+    ("counts", "fraction", "wanted"),
+    [
+        ({0: 50, 3: 20, 7: 5}, 0.2, {0: 10, 3: 4, 7: 1}),
+        ({0: 1, 1: 2, 2: 3}, 0.001, {0: 0, 1: 1, 2: 1}),
+        ({0: 1, 1: 2, 2: 3}, 0.5, {0: 0, 1: 1, 2: 2}),
+        ({0: 1, 1: 2, 2: 3}, 0.999, {0: 0, 1: 1, 2: 2}),
+    ],
+)
+def test_every_class_gives_its_share_by_its_stream_and_every_place_is_in_one_of_both(counts, fraction, wanted):
+    y = np.random.default_rng(0).permutation(np.repeat(list(counts), list(counts.values())))
+    rest, drawn = split_stratified(y, fraction, stream(0, "test", "a"))
+    assert sorted([*rest, *drawn]) == list(range(len(y)))
+    assert [list(rest), list(drawn)] == [sorted(rest), sorted(drawn)]
+    assert {label: int((y[drawn] == label).sum()) for label in counts} == wanted
+    again, other = (split_stratified(y, fraction, stream(0, "test", name))[1].tolist() for name in ("a", "b"))
+    assert again == drawn.tolist()
+    assert again != other or len(y) < 10
 
 
 @pytest.mark.parametrize("fraction", [0.0, 1.0, -0.5, float("nan")])

@@ -112,7 +112,7 @@ CASES = {
     "Office-Home": (styles(("Art", "Real World"), ("Bed", "Mug")), ("Art", "Real World"), 2, [8, 2], ()),
     "VLCS": (styles(("Caltech101", "SUN09"), ("bird", "car")), ("Caltech101", "SUN09"), 2, [8, 2], ()),
     "TerraIncognita": (
-        styles(("location_100", "location_38"), ("cat", "empty")), ("location_100", "location_38"), 2, [8, 2], (),
+        styles(("location_100", "location_38"), ("cat", "empty")), ("location_38", "location_100"), 2, [8, 2], (),
     ),
     "camelyon17": (camelyon17, ("hospital_0", "hospital_1"), 2, [8, 4], (3, 6, 6)),
     "cifar10-c": (cifar10_c, tuple(sorted(arrange.CORRUPTIONS)), 10, [16, 4], (3, 32, 32)),

@@ -22,6 +22,7 @@ from fedshift.utils.errors import UsageError
 NAMES = ("ann", "bob", "cid")
 SIZES = (20, 14, 12)
 READERS = list_readers()
+OF_ROWS, OF_COLUMNS = {"client_column": "site"}, {"target": "y", "scaling": "none"}
 FOLDERS = ("images", "masks", "volumes", "signals")
 OTHERS = dict.fromkeys(("npz", "npy", "hub"), "arrays") | dict.fromkeys(FOLDERS, "folders")
 """Further kinds of sources, and the reader of each."""
@@ -38,13 +39,13 @@ def picture(value, *shape):
 
 
 class Pictures:
-    """A dataset as HuggingFace's, with images and a column of clients."""
+    """A dataset as HuggingFace's, with images and columns of clients and patients."""
 
     def __init__(self):
-        rows = [(picture(v), y, name) for name in NAMES for v, y in zip(*draw(name), strict=True)]
-        self.columns = dict(zip(("image", "label", "site"), map(list, zip(*rows, strict=True)), strict=True))
+        rows = [(picture(v), y, name, int(v) // 2) for name in NAMES for v, y in zip(*draw(name), strict=True)]
+        self.columns = dict(zip(("image", "label", "site", "patient"), map(list, zip(*rows, strict=True)), strict=True))
         self.column_names = list(self.columns)
-        kinds = {"image": "Image", "label": "ClassLabel", "site": "Value"}
+        kinds = {"image": "Image", "label": "ClassLabel", "site": "Value", "patient": "Value"}
         self.features = {name: type(kind, (), {"names": ["a", "b"]})() for name, kind in kinds.items()}
 
     def __len__(self):
@@ -55,7 +56,8 @@ class Pictures:
 
 
 def frame():
-    return pd.concat(pd.DataFrame({"a": draw(name)[0], "y": draw(name)[1], "site": name}) for name in NAMES)
+    tables = [pd.DataFrame({"a": draw(name)[0], "y": draw(name)[1], "site": name}) for name in NAMES]
+    return pd.concat(tables).assign(patient=lambda rows: rows["a"] // 2)
 
 
 def save(path: Path, array) -> None:
@@ -74,29 +76,30 @@ def make_pairs(folder, suffix, *shape):
         for number, value in enumerate(draw(name)[0]):
             image, mask = picture(value, *shape), picture(0, *shape)
             image[0], mask[1] = 255 - value, 1
-            save(folder / name / "images" / f"{number}{suffix}", image)
-            save(folder / name / "masks" / f"{number}{suffix}", mask)
+            save(folder / name / "images" / f"{number // 2}-{number}{suffix}", image)
+            save(folder / name / "masks" / f"{number // 2}-{number}{suffix}", mask)
     return folder
 
 
 def make_source(kind, folder):
     """Return a source that the reader called ``kind`` reads, and the options that it needs."""
     if kind == "arrays":
-        samples = {name: draw(name) for name in NAMES}
-        return {
-            n: TensorDataset(torch.from_numpy(x)[:, None], torch.from_numpy(y)) for n, (x, y) in samples.items()
-        }, {}
+        made = {name: TensorDataset(*map(torch.from_numpy, draw(name))) for name in NAMES}
+        for dataset in made.values():
+            x, y = dataset.tensors
+            dataset.tensors, dataset.patient = (x[:, None], y), (x // 2).tolist()
+        return made, {}
     if kind == "hub":
-        return Pictures(), {"client_column": "site"}
+        return Pictures(), OF_ROWS
     if kind == "frames":
-        return frame(), {"client_column": "site", "target": "y", "scaling": "none"}
+        return frame(), OF_ROWS | OF_COLUMNS
     if kind == "tables":
         frame().to_csv(folder / "table.csv", index=False)
-        return folder, {"client_column": "site", "target": "y", "scaling": "none"}
+        return folder, OF_ROWS | OF_COLUMNS
     if kind == "images":
         for name in NAMES:
             for value, label in zip(*draw(name), strict=True):
-                save(folder / name / "ab"[label] / f"{value:03}.png", picture(value))
+                save(folder / name / "ab"[label] / f"{value // 2:03}-{value}.png", picture(value))
     elif kind == "signals":
         wfdb = pytest.importorskip("wfdb")
         for name in NAMES:
@@ -105,7 +108,7 @@ def make_source(kind, folder):
                 place.mkdir(parents=True, exist_ok=True)
                 values = np.stack([np.linspace(value, value + 1, 8), np.zeros(8)], axis=1)
                 wfdb.wrsamp(
-                    f"{value:03}", fs=4, units=["mV", "mV"], sig_name=["I", "V1"], p_signal=values, fmt=["32", "32"],
+                    f"{value // 2:03}-{value}", 4, ["mV", "mV"], ["I", "V1"], p_signal=values, fmt=["32", "32"],
                     write_dir=str(place),
                 )  # fmt: skip
     elif kind in ("masks", "volumes"):
@@ -113,13 +116,15 @@ def make_source(kind, folder):
     else:
         for name in NAMES:
             x, y = draw(name)
-            parts = {"train": (x[:-6, None], y[:-6]), "test": (x[-6:, None], y[-6:])}
+            arrays = {"x": x[:, None], "y": y, "patient": x // 2}
+            parts = {"train": slice(-6), "test": slice(-6, None)}
             if kind == "npz":
-                arrays = {f"{key}_{part}": pair["xy".index(key)] for part, pair in parts.items() for key in "xy"}
-                np.savez(folder / f"{name}.npz", **arrays)
-            for part, pair in parts.items() if kind == "npy" else ():
-                for key, array in zip("xy", pair, strict=True):
-                    save(folder / name / part / f"{key}.npy", array)
+                kept = {f"{key}_{part}": array[at] for part, at in parts.items() for key, array in arrays.items()}
+                np.savez(folder / f"{name}.npz", **kept)
+                continue
+            for part, at in parts.items():
+                for key, array in arrays.items():
+                    save(folder / name / part / f"{key}.npy", array[at])
     return folder, {}
 
 
@@ -179,15 +184,14 @@ def test_test_samples_are_drawn_where_the_data_name_none(kind, source):
     given, options = source
     if kind in ("npz", "npy"):  # which name some
         return
-    shares = {}
     for fraction in (0.25, 0.5):
-        for client in read_source(given, ReadOptions(test_fraction=fraction, **options)).clients:
-            shares[client.name, fraction] = len(client.test) / SIZES[NAMES.index(client.name)]
+        for client, size in zip(
+            read_source(given, ReadOptions(test_fraction=fraction, **options)).clients, SIZES, strict=True
+        ):
+            assert len(client.test) / size == pytest.approx(fraction, abs=2 / size)
             if kind != "volumes":  # each is scaled by itself
                 train, test = values(client.train), values(client.test)
-                assert len({*train, *test}) == len(train) + len(test)
-    for (name, fraction), share in shares.items():
-        assert share == pytest.approx(fraction, abs=2 / SIZES[NAMES.index(name)])
+                assert len({*train, *test}) == len(train) + len(test) == size
 
 
 PARTED = {
@@ -202,21 +206,12 @@ GIVEN = {
 }  # fmt: skip
 
 
-def test_a_fraction_is_refused_beside_data_that_name_their_test_samples(kind, source, tmp_path):
-    given, options = source
-    if kind in FOLDERS:
-        for client in list(given.iterdir()):
-            kept = client.rename(tmp_path / f"kept-{client.name}")
-            client.mkdir()
-            for part in ("train", "test"):
-                (client / part).symlink_to(kept)
-    elif kind == "tables":
-        pd.concat(frame().assign(split=part) for part in ("train", "test")).to_csv(given / "table.csv", index=False)
-    else:
-        given = PARTED.get(kind, given)
-    assert read_source(given, ReadOptions(**options)).names == NAMES
+@pytest.mark.parametrize(("kind", "source"), PARTED.items())
+def test_a_fraction_is_refused_beside_data_that_name_their_test_samples(kind, source):
+    options = {"arrays": {}, "hub": OF_ROWS, "frames": OF_ROWS | OF_COLUMNS}[kind]
+    assert read_source(source, ReadOptions(**options)).names == NAMES
     with pytest.raises(UsageError) as refused:
-        read_source(given, ReadOptions(test_fraction=0.4, **options))
+        read_source(source, ReadOptions(test_fraction=0.4, **options))
     assert "test_fraction" in refused.value.settings
 
 
@@ -242,17 +237,14 @@ def test_an_option_for_other_files_in_folders_is_refused(option, kind, source):
     assert refused.value.settings == (option,)
 
 
-@pytest.mark.parametrize("data", ["digits", "gaussians"])
-def test_data_by_name_honor_no_option_of_readers(data):
+@pytest.mark.parametrize(
+    ("data", "option"),
+    [("digits", {"target": "outcome"}), ("gaussians", {"target": "outcome"}), ("abide", {"window": "-160,240"})],
+)
+def test_data_by_name_honor_no_option_of_readers(data, option):
     with pytest.raises(UsageError) as refused:
-        load_source(data, DataSpec(target="outcome"))
-    assert refused.value.settings == ("target",)
-
-
-def test_the_window_of_medical_images_is_not_that_of_a_benchmark():
-    with pytest.raises(UsageError) as refused:
-        load_source("abide", DataSpec(window="-160,240"))
-    assert refused.value.settings == ("window",)
+        load_source(data, DataSpec(**option))
+    assert refused.value.settings == tuple(option)
 
 
 def test_every_option_is_honored_by_some_reader_and_every_reader_has_known_options():
@@ -261,56 +253,16 @@ def test_every_option_is_honored_by_some_reader_and_every_reader_has_known_optio
     assert honored <= {each.name for each in fields(ReadOptions)} & {each.name for each in fields(DataSpec)}
 
 
-def add_groups(kind, source, folder):
-    """Return the source with a group for each two samples (for each volume), and what names it."""
-    if kind == "arrays":
-        found = {}
-        for name in NAMES:
-            x, y = draw(name)
-            arrays = {"x": x[:, None], "y": y, "patient": x // 2}
-            parts = {"train": slice(4, None), "test": slice(0, 4)}
-            found[name] = {f"{key}_{part}": array[at] for part, at in parts.items() for key, array in arrays.items()}
-        return found, "patient"
-    if kind == "hub":
-        source.columns["patient"] = [int(image.flat[0]) // 2 for image in source.columns["image"]]
-        source.column_names.append("patient")
-        source.features["patient"] = source.features["site"]
-        return source, "patient"
-    if kind in ("frames", "tables"):
-        table = frame().assign(patient=lambda rows: rows["a"] // 2)
-        if kind == "frames":
-            return table, "patient"
-        table.to_csv(source / "table.csv", index=False)
-        return source, "patient"
-    if kind in ("npz", "npy"):
-        for name in NAMES:
-            for part, at in (("train", slice(None, -6)), ("test", slice(-6, None))):
-                group = draw(name)[0][at] // 2
-                if kind == "npy":
-                    np.save(source / name / part / "patient.npy", group)
-                else:
-                    with np.load(source / f"{name}.npz") as packed:
-                        np.savez(source / f"{name}.npz", **packed, **{f"patient_{part}": group})
-        return source, "patient"
-    if kind == "volumes":
-        return source, "*/images/{group}.nii"
-    files = [file.relative_to(source).as_posix() for file in source.rglob("*.hea" if kind == "signals" else "*.png")]
-    groups = [int(Path(file).stem) // 2 for file in files]
-    pd.DataFrame({"file": files, "group": groups}).to_csv(folder / "groups.csv", index=False)
-    return source, str(folder / "groups.csv")
-
-
-def test_groups_stay_whole_in_what_is_drawn(kind, source, tmp_path):
+def test_groups_stay_whole_in_what_is_drawn(kind, source):
     given, options = source
-    given, groups = add_groups(kind, given, tmp_path)
-    spec = DataSpec(groups=groups, validation=0.3, **options)
+    spec = DataSpec(groups="{group}-*" if kind in FOLDERS else "patient", validation=0.3, **options)
     made = apply_splits(load_source(str(given) if isinstance(given, Path) else given, spec), spec)
     for client in made.clients:
         assert set(client.splits) == {"train", "validation", "test"}
         held = {}
         for name, split in client.splits.items():
-            assert set(torch.bincount(split.units).tolist()) == ({1} if kind == "volumes" else {2})
-            if name != "test" or kind not in ("arrays", "npz", "npy"):  # whose parts are numbered each by itself
+            assert set(torch.bincount(split.units).tolist()) == {2}
+            if name != "test" or kind not in ("npz", "npy"):  # whose parts are numbered each by itself
                 for group in split.group.unique().tolist():
                     assert held.setdefault(group, name) == name
 

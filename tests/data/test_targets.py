@@ -75,7 +75,7 @@ def test_arrays_become_targets_of_the_task(x, y, task, kind, classes):
         (IMAGES, LABELS, "segmentation", r"masks of shape \(8, 3\) for samples of shape \(1, 5, 6\)"),
         (X, 2 * LABELS, "multilabel", "a label is 2; it must be 0 or 1"),
         (X, np.where(NUMBERS > 1000, np.nan, NUMBERS), "regression", r"the target of sample \d is NaN or infinite"),
-        (IMAGES, MASKS, "regression", r"targets of shape \(8, 5, 6\); give \[samples, targets\] for regression"),
+        (IMAGES, MASKS, "regression", r"targets of shape \(8, 5, 6\); give a row of numbers for each sample"),
         (X, LABELS, "multilable", "unknown task 'multilable': did you mean 'multilabel'"),
         (X, LABELS, "torch.nn:Linear(in_features=2, out_features=2)", "is not a task: give classification"),
         (X, LABELS, 3, "task=3 is not a task"),
@@ -119,12 +119,6 @@ def test_a_client_that_never_trains_has_no_influence_on_the_scale_of_targets():
     np.testing.assert_allclose(made.client("new").train.y, expected, rtol=1e-6)
 
 
-def test_without_a_model_masks_are_learned_by_a_u_net():
-    made = make_experiment(RunSpec(method="fedavg", data=clients(IMAGES, MASKS)))
-    network = made.model(made.data.sample_shape, made.data.classes)
-    assert network(torch.zeros(2, 1, 5, 6)).shape == (2, 3, 5, 6)
-
-
 def test_errors_are_in_the_unit_of_the_data(tmp_path):
     """Whatever the unit, networks learn the same, and errors are those in that unit."""
     found = [
@@ -162,12 +156,9 @@ def test_columns_of_tables_are_targets(tmp_path):
     assert sum(len(split) for split in labels.client("b").splits.values()) == 12
     with pytest.raises(UsageError, match=r"no class: .*learn numbers"):
         load_source(path, DataSpec(target="price"))
-
-
-def test_text_is_no_target_of_numbers(tmp_path):
-    path = write_tables(tmp_path / "t", price=["cheap", *"12345678901"])
+    text = write_tables(tmp_path / "text", price=["cheap", *"12345678901"])
     with pytest.raises(UsageError, match="target 'price' is 'cheap' in some rows, no number, which regression needs"):
-        load_source(path, DataSpec(target="price", task="regression"))
+        load_source(text, DataSpec(target="price", task="regression"))
 
 
 def test_a_new_client_is_scaled_as_those_of_the_run(tmp_path):
@@ -193,7 +184,7 @@ def test_npz_files_take_any_task_and_data_by_name_one_of_their_kind(tmp_path):
     assert TASKS.parse("classification") == CLASSIFICATION
 
 
-ABSURD = (2_000_000_000, 2**62, np.uint64(2**63 + 5), 1e300, -(2**62), float("nan"), float("inf"), 0.5)
+ABSURD = (2**62, np.uint64(2**63 + 5), 1e300, -(2**62), float("nan"), 0.5)
 
 
 @pytest.mark.parametrize("label", ABSURD)

@@ -88,6 +88,7 @@ def test_patients_dealt_at_random_have_no_feature_shift_and_their_images_alone_s
     assert "80 patients: cannot tell" in " ".join(interpret(diagnose(dealt, permutations=99)))
 
 
+@pytest.mark.slow
 def test_the_p_value_is_that_of_chance_where_labels_differ_and_features_do_not():
     p = []
     for key in range(60):
@@ -163,7 +164,7 @@ def test_volumes_signals_and_several_inputs_are_compared():
     assert diagnose(federation(several), permutations=99).named == ("feature shift",)
 
 
-def test_digits_whose_looks_differ_have_a_feature_shift_and_no_pair_is_called_the_most_similar(tiny):
+def test_digits_whose_looks_differ_have_a_feature_shift_in_each_pair():
     source, clients = load_digits(), {}
     for place, look in enumerate((lambda x: x, lambda x: 16 - x, lambda x: x // 2)):
         x, y = look(source.images[place::3][:150]) * 15.9, source.target[place::3][:150]
@@ -171,18 +172,7 @@ def test_digits_whose_looks_differ_have_a_feature_shift_and_no_pair_is_called_th
     found = diagnose(federation(clients), permutations=99)
     assert found.named == ("feature shift",)
     assert all(found.find("feature shift", sites)["value"] > 0.99 for sites in found.frame["sites"].unique())
-    assert not any(sentence.startswith("Most ") for sentence in interpret(found))
-
-
-def test_the_most_similar_pair_is_named_where_its_interval_excludes_all_others():
-    random, clients = np.random.default_rng(0), {}
-    for place, at in enumerate((0, 0.5, 6)):
-        clients[f"c{place}"] = (random.normal(at, 1, (200, 3)), np.arange(200) % 2) * 2
-    found = diagnose(federation(clients), permutations=99)
-    (similar,) = (sentence for sentence in interpret(found) if sentence.startswith("Most "))
-    assert similar.startswith("Most similar are c0 and c1")
-    rows = {row[0].text: row for row in tabulate_shifts(found).rows}
-    assert rows["c0 and c2"][3].text.startswith("1.00 (0.9")
+    assert [row[3].text[:9] for row in tabulate_shifts(found).rows] == ["1.00 (0.9"] * 4
 
 
 def test_few_patients_and_what_cannot_be_tested_are_said():
@@ -209,14 +199,14 @@ def test_copies_of_an_image_at_a_site_are_one_row():
 
 
 def test_many_clients_are_drawn_and_have_no_pairs():
-    found = diagnose(make_sites("label skew", sites=22, size=40), permutations=99)
-    assert found.units == 20 * 40
+    found = diagnose(make_sites("label skew", sites=22, size=10), permutations=99)
+    assert found.units == 20 * 10
     assert set(found.frame["sites"]) == {ALL}
     assert "20 of 22 clients were drawn for the tests." in list(interpret(found))
 
 
 def test_the_result_is_a_function_of_data_and_seed_and_fits_json():
-    data, heard = make_sites(size=40), []
+    data, heard = make_sites(size=20), []
     first, again = (diagnose(data, seed=3, permutations=99).as_dict() for _ in range(2))
     assert json.loads(json.dumps(first, allow_nan=False)) == json.loads(json.dumps(again))
     other = diagnose(data, seed=4, permutations=99, progress=lambda *what: heard.append(what[1:]))

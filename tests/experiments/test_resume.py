@@ -269,8 +269,8 @@ OTHERWISE = [
     ({"optimizer": "sgd(keep=True)"}, "begun with another optimizer"),
     ({"batch_size": 9}, "begun with another work: then 'Work(batch_size=8"),
     ({"model": "digit-cnn-bn"}, "begun with another model"),
-    ({"domains": "ann,bob"}, "begun with another data of client 'cid'"),
-    ({"validation": 0.1}, "begun with another data of client 'ann'"),
+    ({"domains": "ann,bob"}, "begun with another version of the data of client 'cid'"),
+    ({"validation": 0.1}, "begun with another version of the data of client 'ann'"),
     ({"participation": 2}, "begun with another participation: then 'None', now '2'"),
     ({"rounds": 1}, "has done 2 rounds, more than rounds=1: ask for at least as many"),
 ]

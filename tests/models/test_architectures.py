@@ -86,13 +86,6 @@ def test_convolutions_know_their_groups_of_fedwons_tables_5_and_6(make, groups):
     assert not any(hasattr(layer, "groups") for layer in [*make(), *small_cnn()] if isinstance(layer, nn.BatchNorm1d))
 
 
-@pytest.mark.usefixtures("shapes_alone")
-def test_the_average_pool_makes_any_picture_6_x_6():
-    features = alexnet_dropout()[: list(dict(alexnet_dropout().named_children())).index("avgpool") + 1]
-    for size in (63, 100, 256):
-        assert features(torch.zeros(2, 3, size, size + 30)).shape == (2, 256, 6, 6)
-
-
 def test_the_synthetic_experiments_weights_are_wide():
     torch.manual_seed(0)
     model = synthetic_mlp((500,), 50)

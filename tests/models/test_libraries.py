@@ -120,13 +120,6 @@ def test_a_network_of_torchvision_comes_by_the_function_of_the_guide(monkeypatch
     assert network(torch.zeros(2, 3, 32, 32)).shape == (2, 4)
 
 
-@pytest.mark.slow
-def test_a_network_of_monai_comes_by_the_function_of_the_guide():
-    pytest.importorskip("monai")
-    network = make_network(read_guide()["segresnet"], (1, 16, 16), 3).eval()
-    assert network(torch.zeros(2, 1, 16, 16)).shape == (2, 3, 16, 16)
-
-
 class Tokens(nn.Module):
     """A network as HuggingFace's: more optional inputs than are given, and an object as the output."""
 

@@ -2,7 +2,7 @@
 
 import copy
 import pickle
-from collections import OrderedDict, namedtuple
+from collections import namedtuple
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,10 +15,7 @@ from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
 from fedshift.experiments.factory import resolve_model
-from fedshift.experiments.settings import Settings
-from fedshift.experiments.trial import Trial
 from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedbn import fedbn
 from fedshift.models import MODELS, describe_factory, make_network, take_output
 from fedshift.models.digits import small_cnn
 from fedshift.models.unet import unet_small
@@ -48,11 +45,6 @@ def several(shape, classes, *, form=dict):
     return Several(classes, form)
 
 
-def alone(shape, classes):
-    """The same layers, in the same order of draws, that return the scores."""
-    return nn.Sequential(OrderedDict(body=make_body(), head=nn.Linear(8, classes)))
-
-
 def as_tuple(**outputs):
     return tuple(outputs.values())
 
@@ -72,24 +64,6 @@ def test_a_chosen_output_takes_the_place_of_all(form, output):
     again = pickle.loads(pickle.dumps(take_output(Several(5, dict), "logits")))
     assert torch.equal(again.eval()(x), again.head(again.body(x)))
     assert torch.equal(copy.deepcopy(changed)(x), expected)
-
-
-def test_outputs_within_outputs_are_taken_one_after_another():
-    network = take_output(take_output(Several(2, lambda **made: (0, made)), 1), "logits")
-    assert network.eval()(torch.randn(4, *SHAPE)).shape == (4, 2)
-
-
-@pytest.mark.parametrize("engine", ["sequential", "stacked"])
-def test_training_is_that_of_a_network_that_returns_the_scores_alone(tiny, engine):
-    def states(model):
-        trial = Trial(fedbn(), model, tiny, Settings(rounds=2, engine=engine), 1)
-        trial.advance()
-        return trial.advance().rows, {name: trial.model_state(name) for name in tiny.names}
-
-    (rows, found), (expected_rows, expected) = states(take_output(several, "logits")), states(alone)
-    assert [row["loss_sum"] for row in rows] == [row["loss_sum"] for row in expected_rows]
-    for name, state in expected.items():
-        assert all(torch.equal(found[name][entry], tensor) for entry, tensor in state.items())
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch import nn
 from torch.func import functional_call
 
 from fedshift.core.optimizer import SGD
@@ -107,10 +106,3 @@ def test_clients_side_by_side_equal_clients_one_by_one(momentum):
         torch.testing.assert_close(together[lane], alone)
         for name, tensor in own.items():
             torch.testing.assert_close(after[name][lane], tensor)
-
-
-def test_only_a_table_of_samples_is_scaled():
-    with pytest.raises(ValueError, match=r"expected \[N, F\]"):
-        ScaleNorm(3)(torch.ones(2, 3, 4))
-    assert isinstance(ScaleNorm(3).eval()(torch.ones(1, 3)), torch.Tensor)
-    assert isinstance(ScaleNorm(3), nn.modules.batchnorm._BatchNorm)

@@ -13,12 +13,10 @@ from fedshift.core.preparation import apply_surgery, prepare
 from fedshift.core.step import client_step_
 from fedshift.engines.stepper import Stepper
 from fedshift.methods.fedavg import fedavg
-from fedshift.methods.fedbn import fedbn
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
 from fedshift.methods.ln import ln
 from fedshift.methods.nonorm import nonorm
-from fedshift.methods.silobn import silobn
 from fedshift.models.unet import unet, unet_small
 from fedshift.nn.scaled_std_conv import ScaledStdConv2d, ScaledStdConv3d
 from fedshift.utils.errors import UsageError
@@ -137,16 +135,6 @@ def test_surgery_reaches_every_layer(shape, convolution):
         assert not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in made.modules())
         assert made(samples).shape == (2, 3, *shape[1:])
     assert (norms, convolutions) == ((18, 23) if shape == IMAGE else (14, 18))
-
-
-@pytest.mark.parametrize("shape", [IMAGE, VOLUME])
-def test_fedbn_keeps_every_batch_norm_and_silobn_its_statistics(shape):
-    network = narrow(shape)
-    norms = {n for n, layer in network.named_modules() if isinstance(layer, nn.BatchNorm2d | nn.BatchNorm3d)}
-    entries = {f"{norm}.{entry}" for norm in norms for entry in network.get_submodule(norm).state_dict()}
-    assert prepare(fedbn(), network, optimizer=SGD(lr=0.1)).personal == entries
-    statistics = {name for name in entries if name.rpartition(".")[2] not in ("weight", "bias")}
-    assert prepare(silobn(), network, optimizer=SGD(lr=0.1)).personal == statistics
 
 
 def batches(shape, steps, clients=("a", "b")):

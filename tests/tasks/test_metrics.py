@@ -201,7 +201,7 @@ def test_what_a_metric_leaves_out_neither_makes_the_rest_undefined_nor_counts(ta
     assert f"b {task.output} 2" in said
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(st.sampled_from(TASKS), st.integers(0, 10**6), st.lists(st.integers(1, 6), min_size=2, max_size=4))
 def test_counts_of_parts_add_up_to_those_of_the_whole(task, seed, sizes):
     predictions, y = draw(task, sum(sizes), 3, seed)

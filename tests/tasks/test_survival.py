@@ -86,30 +86,6 @@ def test_cox_is_the_textbooks_likelihood_and_works_side_by_side(ties):
         assert abs(float(gradient.sum())) < 1e-12  # a shift of all risks changes nothing
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of lifelines
-def test_efrons_likelihood_has_its_maximum_and_patients_their_concordance_where_lifelines_finds_them():
-    lifelines = pytest.importorskip("lifelines")
-    random = np.random.default_rng(3)
-    x = random.normal(size=(80, 2))
-    time, event = np.ceil(5 * random.exponential(np.exp(-x[:, 0]))), random.random(80) < 0.7
-    y = torch.tensor(np.column_stack([time, event]))
-    fitted = lifelines.CoxPHFitter().fit(pd.DataFrame(x).assign(time=time, event=event), "time", "event")
-    weights = torch.tensor(fitted.params_.to_numpy()[:, None])
-
-    def lose(weights):
-        return len(y) * make_loss(cox, ties="efron")(torch.tensor(x) @ weights, y)
-
-    assert float(lose(weights)) == pytest.approx(-fitted.log_likelihood_, rel=1e-12)
-    slope = torch.func.grad(lose)(weights)
-    curvature = torch.func.hessian(lose)(weights).reshape(2, 2)
-    assert torch.linalg.solve(curvature, slope).abs().max() < 1e-4  # Newton's next step
-    risk = (torch.tensor(x) @ weights).round(decimals=1)
-    counts = SURVIVAL.count(risk, y, 1)
-    found = lifelines.utils.concordance_index(time, -risk.numpy(), event)
-    assert counts["concordant"] / counts["comparable"] == pytest.approx(found, rel=1e-12)
-
-
 def test_without_ties_all_treatments_agree_and_without_events_the_loss_is_zero():
     risk, y = draw(40, 5, ties=False)
     values = {float(make_loss(cox, ties=ties)(risk, y)) for ties in ("breslow", "efron", "order")}

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..nn.several_inputs import Inputs, divide_rows
 from ..utils.errors import FedshiftError, UsageError
+from ..utils.words import join_some
 from .preparation import HALF, FeatureScaling
 from .samples import Samples, map_store
 from .stores import CHUNK_ROWS
@@ -49,23 +50,13 @@ def name_values(split: Samples) -> str:
 
 
 def _holds_bits(store: Tensor) -> bool:
-    """Return whether 1 occurs, and no larger number; stop at the first larger one."""
-    top = 0
-    for start in range(0, len(store), CHUNK_ROWS):
-        top = max(top, int(store[start : start + CHUNK_ROWS].max()))
-        if top > 1:
-            return False
-    return top == 1
+    """Return whether 1 occurs, and no larger number."""
+    return all(not (piece > 1).any() for piece in torch.split(store, CHUNK_ROWS)) and bool(store.any())
 
 
 def _is_integral(split: Samples) -> bool:
-    store = split.store
-    parts = (
-        (store[start : start + CHUNK_ROWS] for start in range(0, len(store), CHUNK_ROWS))
-        if isinstance(store, Tensor)
-        else split.probe()
-    )
-    return all(bool((part == part.round()).all()) for part in parts)
+    pieces = torch.split(split.store, CHUNK_ROWS) if isinstance(split.store, Tensor) else split.probe()
+    return all(bool((piece == piece.round()).all()) for piece in pieces)
 
 
 def refuse_other_scales(values: Mapping[str, str], shape: tuple[int, ...], *, half: bool) -> None:
@@ -157,16 +148,12 @@ def refuse_other_class_names(names: Mapping[str, Sequence[str]]) -> None:
     for other, own in names.items():
         for label, (name, called) in enumerate(zip(own, names[where], strict=False)):
             if name != called:
+                classes, others = (join_some(each, shown=8) for each in (names[where], own))
                 raise UsageError(
-                    f"label {label} means {called!r} in {where} and {name!r} in {other} (classes "
-                    f"{_list(names[where])}, and {_list(own)}): give all datasets the same classes in the same order "
-                    "(folders for all classes, align_labels_with_mapping; or an equal attribute classes if only the "
-                    "words differ)"
+                    f"label {label} means {called!r} in {where} and {name!r} in {other} (classes {classes}, and "
+                    f"{others}): give all datasets the same classes in the same order (folders for all classes, "
+                    "align_labels_with_mapping; or an equal attribute classes if only the words differ)"
                 )
-
-
-def _list(names: Sequence[str]) -> str:
-    return ", ".join(names[:8]) + (", ..." if len(names) > 8 else "")
 
 
 def _name_label(label: str) -> str:

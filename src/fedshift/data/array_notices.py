@@ -18,7 +18,9 @@ from ..utils.errors import FedshiftError
 from .stores import DatasetStore, LazyStore, read_store
 
 LOOKED_AT = 1000
-"""Number of samples of an array to judge it by; of one that is not in memory, its ``probed``."""
+"""Number of samples to judge arrays by, in all, but at least :data:`LEAST` of each; of datasets, those ``probed``."""
+LEAST = 10
+"""Least number of samples of an array to judge it by."""
 ROUNDED = 0.01
 """Least rounding to 32 bits for a notice, as a share of a feature's standard deviation."""
 CONSTANT = 1e-12
@@ -46,27 +48,29 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
     """
     if all(store.dtype == torch.int64 for store in stores.values()):
         return []
-    some = {where: _take_some(store) for where, store in stores.items()}
+    count = max(LEAST, LOOKED_AT // max(1, len(stores)))
+    some = {where: _take_some(store, count) for where, store in stores.items()}
     some = {where: x for where, x in some.items() if x.numel() and x.isfinite().all()}  # others are refused
+    doubles = {where: x for where, x in some.items() if stores[where].dtype == torch.float64}
     if several:
-        return list(_describe_rounding(some))
+        return list(_describe_rounding(doubles))
     images = {where: x for where, x in some.items() if _holds_images(x)}
     floats = {where: x for where, x in images.items() if stores[where].is_floating_point()}
     pixels = {where: stores[where] for where in images if stores[where].dtype == torch.uint8}
     return [
         *_describe_shape(stores),
-        *_describe_rounding(some),
+        *_describe_rounding(doubles),
         *_describe_scale(floats),
         *_describe_dark(pixels, some),
     ]
 
 
-def _take_some(store: Tensor | LazyStore) -> Tensor:
-    """Return some samples in float64; none if they cannot be read, which a check reports."""
+def _take_some(store: Tensor | LazyStore, count: int) -> Tensor:
+    """Return ``count`` samples, spread evenly, in float64; none if they cannot be read, which a check reports."""
     if isinstance(store, DatasetStore):
         return store.sample.double()
-    count = store.probed if isinstance(store, LazyStore) else LOOKED_AT
-    rows = np.unique(np.linspace(0, len(store) - 1, min(count, len(store))).astype(np.int64))
+    count = min(count, len(store), store.probed if isinstance(store, LazyStore) else count)
+    rows = np.linspace(0, len(store) - 1, count).astype(np.int64)
     try:
         return read_store(store, torch.from_numpy(rows)).double()
     except FedshiftError:
@@ -90,7 +94,10 @@ def _describe_rounding(some: Mapping[str, Tensor]) -> Iterator[str]:
 def _name_rounded(x: Tensor) -> str:
     """Return a sentence on the feature or channel of ``x [n, ...]`` that loses most in 32 bits; empty if none does."""
     x_FN = x.flatten(2).transpose(0, 1).flatten(1) if x.ndim > 2 else x.T
-    error_F, spread_F = (x_FN - x_FN.float().double()).abs().amax(1), x_FN.std(1, correction=0)
+    error_F = x_FN.float().double().sub_(x_FN).abs_().amax(1)
+    if not error_F.any():
+        return ""
+    spread_F = x_FN.std(1, correction=0)
     share_F = torch.where(spread_F > CONSTANT * x_FN.abs().amax(1), error_F / spread_F, 0)
     at = int(share_F.argmax())
     if not share_F[at] > ROUNDED:

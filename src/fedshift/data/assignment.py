@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from os.path import commonprefix
 from pathlib import Path
 
@@ -26,11 +27,7 @@ def saved(*, path: str) -> Change:
     """Apply a split that :func:`describe_assignment` saved in a CSV file to the same data."""
     if not isinstance(path, str):
         raise UsageError(f"saved(path={path!r}): give the path of a CSV file as text")
-
-    def change(data: Federation) -> Federation:
-        return _read_assignment(data, Path(path))
-
-    return change
+    return partial(_read_assignment, path=Path(path))
 
 
 def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataFrame:
@@ -40,9 +37,11 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
     there. ``client`` is a name, or a prefix followed by ``*`` that matches all clients that share the sample. Changes
     depend only on labels and names, so they are made of samples that are their own numbers.
     """
-    origin = _list_origins(data)
+    splits = [(client.name, name, len(split)) for client in data.clients for name, split in client.splits.items()]
+    rows = [(domain, source, row) for domain, source, size in splits for row in range(size)]
+    origin = pd.DataFrame(rows, columns=SPLIT_COLUMNS[2:])
     numbers = torch.arange(len(origin))[:, None]
-    places = iter(torch.split(torch.arange(len(origin)), list(map(len, data.named_splits().values()))))
+    places = iter(torch.split(torch.arange(len(origin)), [size for *_, size in splits]))
 
     def number(split: Samples) -> Samples:
         return Samples(x=numbers, y=split.y, rows=next(places), group=split.group)
@@ -62,15 +61,6 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
     }
     tables = [origin.iloc[rows].assign(client=who, split=name) for (who, name), rows in blocks.items()]
     return pd.concat(tables, ignore_index=True)[SPLIT_COLUMNS]
-
-
-def _list_origins(data: Federation) -> pd.DataFrame:
-    """Return a table with a row ``domain source row`` for every sample of ``data``, in order."""
-    splits = [(client.name, name, len(split)) for client in data.clients for name, split in client.splits.items()]
-    return pd.concat(
-        [pd.DataFrame({"domain": domain, "source": name, "row": np.arange(size)}) for domain, name, size in splits],
-        ignore_index=True,
-    )
 
 
 def _abbreviate(names: Sequence[str], known: Sequence[str]) -> str | None:

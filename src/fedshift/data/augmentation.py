@@ -81,8 +81,8 @@ class Transform:
         return x
 
     def __repr__(self) -> str:
-        name = self.operation.__name__.title().replace("_", "")
-        return f"{name}({', '.join(f'{option}={value!r}' for option, value in self.options.arguments.items())})"
+        named = (f"{option}={value!r}" for option, value in self.options.kwargs.items())
+        return f"{self.operation.__name__}({', '.join([*map(repr, self.options.args), *named])})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Transform) and repr(self) == repr(other)
@@ -137,13 +137,6 @@ def _accept(augment: object, text: str | None) -> Augmentation | None:
     if isinstance(augment, Transform | _NamedAugmentation):
         return augment
     return _NamedAugmentation(identify_function(augment), augment)
-
-
-def _spell(augment: Augmentation | None) -> str | None:
-    if not isinstance(augment, Transform):
-        return None
-    named = (f"{option}={value!r}" for option, value in augment.options.kwargs.items())
-    return f"{augment.operation.__name__}({', '.join([*(str(_spell(each)) for each in augment.options.args), *named])})"
 
 
 @dataclass(frozen=True)
@@ -325,24 +318,6 @@ def crop(x: Tensor, rng: Draws, *, padding: float = 4, fill: str = "zeros") -> T
     return padded[image[:, None, None, None], channel[:, None, None], rows[:, None, :, None], columns[:, None, None]]
 
 
-@transform(scale=_range_up_to(1.0), ratio=_range_up_to(math.inf))
-def resized_crop(
-    x: Tensor, rng: Draws, *, scale: tuple[float, float] = (0.08, 1.0), ratio: tuple[float, float] = (0.75, 4 / 3)
-) -> Tensor:
-    """Resize a random window to the image's size (Szegedy et al. 2015, arXiv:1409.4842, section 6).
-
-    ``scale``: bounds of the window's share of the area, drawn uniformly; ``ratio``: bounds of its width over height,
-    drawn log-uniformly. A window longer than the image is cut to the image's side (torchvision draws again).
-    """
-    height, width = x.shape[2:]
-    area = height * width * rng.uniform(*scale, len(x))
-    shape = np.exp(rng.uniform(math.log(ratio[0]), math.log(ratio[1]), len(x)))
-    across, down = np.minimum(np.sqrt(area * shape) / width, 1), np.minimum(np.sqrt(area / shape) / height, 1)
-    right = (1 - across) * width * rng.uniform(-0.5, 0.5, len(x))
-    below = (1 - down) * height * rng.uniform(-0.5, 0.5, len(x))
-    return warp(x, stack_matrices(across, 0, right, 0, down, below), "border")
-
-
 @transform(
     moves=False, brightness=_STRENGTH, contrast=_STRENGTH, saturation=_STRENGTH,
     hue=Bound(lambda v: 0 <= v <= 0.5, "{:g} must lie in [0, 0.5], half the circle of colors"),
@@ -508,10 +483,11 @@ AUGMENTATIONS = Catalog[Augmentation | None](
     "augmentation", {"none": lambda: None} | {
         function.__name__: function
         for function in (
-            sequence, sometimes, flip, rotate, scale, shear, crop, resized_crop, color_jitter, brightness_contrast,
+            sequence, sometimes, flip, rotate, scale, shear, crop, color_jitter, brightness_contrast,
             noise, blur, lower_resolution, gamma, erase, fedbn_office, fedmmb_cifar, flamby_isic, nnunet,
         )
     },
-    _accept, spell=_spell, join=sequence, setting="augment",
+    _accept, spell=lambda value: repr(value) if isinstance(value, Transform) else None, join=sequence,
+    setting="augment",
 )  # fmt: skip
 """Augmentations by name; several, with commas between, are applied in turn."""

@@ -21,7 +21,7 @@ MISSING = ("", "?", "NA", "N/A", "n/a", "#N/A", "<NA>", "NaN", "nan", "NULL", "n
 """Texts that mark a missing value, after surrounding spaces are removed."""
 CODES = (
     "-", "--", ".", "..", "na", "n.a.", "nil", "none", "unk", "unknown", "missing", "not available", "not done",
-    "not measured",
+    "not measured", "#div/0!", "#value!", "#ref!", "#name?", "#num!", "#null!",
 )  # fmt: skip
 """Texts, in lower case, that mark a missing value among numbers; among other texts they are categories."""
 TRUTHS = {"true": 1, "false": 0}
@@ -37,7 +37,7 @@ _SIGNS = dict(zip("\u2212\u2013\uff0d\uff0b\uff0e\uff0c\u066b\u066c\u2018\u2019\
                   "---+.,.'''%   ", strict=True))  # fmt: skip
 _NUMERAL = re.compile(
     r"(?P<sign>\(?[-+]?) ?(?P<before>[$€£¥]|USD|EUR|CHF|GBP)? ?(?P<inner>[-+]?)"
-    r"(?P<digits>\d(?:[\d.,' ]*\d)?[.,]?|[.,]\d+)(?P<power>[eEdD][-+]?\d+)?\)?"
+    r"(?P<digits>\d(?:[\d.,' ]*\d)?[.,]?|[.,]\d+)(?P<power>[eEdD][-+]?\d+)?(?P<last>-?)\)?"
     r"(?: ?(?P<after>%|‰|°[CF]?|[$€£¥])|(?: |(?=[^\W\d_]{2}))(?P<unit>[^\W\d_]+(?:/[^\W\d_]+)?[23²³]?))?"
 )
 _CODED = re.compile(r"(0x)?[\da-fA-F]+([ .\u2013-][\da-fA-F]+)*")
@@ -165,16 +165,16 @@ def _parse(text: str) -> tuple[str, str, str, str] | None:
     digits = _join_groups(match["digits"]) if match else ""
     if not match or not digits or len(set(filter(None, match.group("before", "after", "unit")))) > 1:
         return None
-    sign = "-" if re.search(r"[-(]", match["sign"] + match["inner"]) else ""
+    sign = "-" if re.search(r"[-(]", match["sign"] + match["inner"] + match["last"]) else ""
     power = re.sub("[dD]", "e", match["power"] or "")
     return sign, digits, power, match["before"] or match["after"] or match["unit"] or ""
 
 
 def _simplify(text: str) -> str:
-    """Return a text with the digits, signs and spaces of ASCII, without the quotes of a spreadsheet's formula."""
+    """Return a text with the digits, signs and spaces of ASCII, without a spreadsheet's quotes."""
     if not text.isascii():
         text = "".join(str(unicodedata.decimal(each)) if each.isdecimal() else _SIGNS.get(each, each) for each in text)
-    return text[2:-1] if text.startswith('="') and text.endswith('"') else text
+    return re.sub(r"""^(?:="(.*)"|'([-+\d].*))$""", r"\1\2", text)
 
 
 def _join_groups(digits: str) -> str:

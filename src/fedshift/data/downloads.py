@@ -87,8 +87,6 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
 def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
     """Fetch what ``part`` lacks, or all of it where the server sends no parts."""
     start = part.stat().st_size if part.is_file() else 0
-    if start and start == remote.size:
-        return
     headers = {"User-Agent": "fedshift", **({"Range": f"bytes={start}-"} if start else {})}
     try:
         answer = urlopen(Request(remote.url, headers=headers), timeout=TIMEOUT)
@@ -118,13 +116,9 @@ def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
 
 def _describe_difference(remote: Remote, path: Path) -> str:
     """Describe how the file at ``path`` differs from the published one; empty if no difference is known."""
-    size = path.stat().st_size
-    if remote.size is not None and size != remote.size:
-        return f"it has {size} bytes, published are {remote.size}"
-    for kind, published in (("sha256", remote.sha256), ("md5", remote.md5)):
-        if published is not None:
-            with path.open("rb") as file:
-                found = hashlib.file_digest(file, kind).hexdigest()
-            if found != published.lower():
-                return f"its {kind} is {found}, published is {published}"
-    return ""
+    kind, _, published = remote.checksum.partition(":")
+    if not published:
+        return ""
+    with path.open("rb") as file:
+        digest = hashlib.file_digest(file, kind).hexdigest()
+    return "" if digest == published.lower() else f"its {kind} is {digest}, published is {published}"

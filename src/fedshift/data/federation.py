@@ -34,7 +34,6 @@ from .identity import refuse_hidden
 from .patches import Patches, Size
 from .preparation import FeatureScaling, Normalization, Preparation
 from .samples import (
-    SHOWN,
     Samples,
     describe_shape,
     digest_samples,
@@ -45,6 +44,8 @@ from .samples import (
 from .schema import Schema
 from .stores import LazyStore
 
+SHOWN = 20
+"""Maximum number of clients to print one by one."""
 LAZY = Information(
     "samples that are not in memory are read when a batch needs them, and not compared with each other before a run: "
     "`fedshift data check` finds copies"
@@ -87,21 +88,12 @@ class ClientData:
         x: Tensor | LazyStore,
         y: Tensor,
         rows: Mapping[str, NDArray[np.int64]],
-        files: tuple[str, ...] = (),
         group: Tensor | None = None,
     ) -> ClientData:
         """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y`` and groups."""
-        parts = {part: torch.from_numpy(index) for part, index in rows.items() if len(index) or part != "validation"}
-        splits = {
-            part: Samples(x=x, y=y[index], rows=index, group=None if group is None else group[index])
-            for part, index in parts.items()
-        }
-        return cls.from_splits(name, splits, files)
-
-    def normalize(self) -> ClientData:
-        """Return the client with images normalized by its training images' mean and standard deviation per channel."""
-        own = Normalization.fit(self.train.read_all())
-        return self.with_splits({k: split.replace(normalization=own) for k, split in self.splits.items()})
+        whole = Samples(x=x, y=y, group=group)
+        taken = {split: torch.from_numpy(index) for split, index in rows.items() if len(index) or split != "validation"}
+        return cls.from_splits(name, {split: whole.take(index) for split, index in taken.items()})
 
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
@@ -418,8 +410,13 @@ class Federation:
         return self.map_splits(lambda split: split.replace(normalization=normalization))
 
     def normalize_clients(self) -> Federation:
-        """Return the federation with each client's images scaled by its training images."""
-        return replace(self, clients=tuple(client.normalize() for client in self.clients))
+        """Return the federation with images scaled by the mean and deviation per channel of their client's training."""
+
+        def normalize(client: ClientData) -> ClientData:
+            fitted = Normalization.fit(client.train.read_all())
+            return client.with_splits({k: split.replace(normalization=fitted) for k, split in client.splits.items()})
+
+        return replace(self, clients=tuple(map(normalize, self.clients)))
 
     def pool(self) -> Federation:
         """Merge all clients into one named ``pooled`` (centralized training); shared splits count once."""
@@ -531,29 +528,12 @@ def _locate(client: str, split: str) -> str:
     return f"client {client!r}, {split} data"
 
 
-def pool_training_data(data: Federation) -> Federation:
-    """Merge all clients' training samples into one client named ``pooled``, with the first client's test data."""
-    train = join_samples([client.train for client in data.clients])
-    return replace(data, clients=(ClientData(name="pooled", train=train, test=data.clients[0].test),))
-
-
 def count_labels(data: Federation) -> Tensor:
     """Count the training samples (for masks: pixels) of each class over all clients, int64 ``[classes]``."""
     return sum(
         (data.task.count_classes(client.train.y, data.classes) for client in data.clients),
         torch.zeros(data.classes, dtype=torch.int64),
     )
-
-
-def find_majority_classes(data: Federation) -> dict[str, int]:
-    """Return each client's most frequent class in the training data (the first in a tie), by client name.
-
-    Returns an empty result if samples do not have one class each.
-    """
-    if data.clients and data.task.strata(data.clients[0].train.y) is None:
-        return {}
-    counts = {client.name: data.task.count_classes(client.train.y, data.classes) for client in data.clients}
-    return {name: int(count_C.argmax()) for name, count_C in counts.items()}
 
 
 def encode_targets(data: Federation, newcomers: Collection[str] = ()) -> Federation:

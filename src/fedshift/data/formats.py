@@ -38,8 +38,8 @@ Row = TypeVar("Row")
 
 
 @contextmanager
-def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
-    """Convert any exception of a library for a damaged file into a :class:`UsageError` naming the file and ``kind``."""
+def explain_errors(where: Path | str, kind: str, fix: str = "get it again") -> Iterator[None]:
+    """Convert any exception of a library for a damaged file into a :class:`UsageError` with file, ``kind`` and fix."""
     try:
         yield
     except UsageError:
@@ -47,7 +47,7 @@ def explain_errors(where: Path | str, kind: str) -> Iterator[None]:
     except Exception as error:  # libraries raise exceptions of any type for damaged bytes
         raise UsageError(
             f"{where} cannot be read as {kind} ({str(error) or type(error).__name__}): "
-            "it is cut short, damaged or of another kind; get it again"
+            f"it is cut short, damaged or of another kind; {fix}"
         ) from error
 
 

@@ -50,9 +50,10 @@ def find_groups(groups: str | None, files: Sequence[str]) -> NDArray[np.str_]:
         why += f" (the first has {first!r})" if count else ""
     elif groups.count(MARK) == 1:
         compared = [file if "/" in groups else Path(file).name for file in files]
-        pattern = _compile(groups)
+        texts = (re.escape(text).replace(r"\*", "[^/]*") for text in groups.split(MARK))
+        pattern = re.compile("([^/]+?)".join(texts))
         found = [match[1] if (match := pattern.fullmatch(name)) else "" for name in compared]
-        why = "" if all(found) else _explain_mismatch(groups, compared[found.index("")])
+        why = "paths are compared, as it has a /" if "/" in groups else "names without folders are compared"
     else:
         raise UsageError(
             f"{{}}: files have no columns: give a pattern of their names with {MARK} once, such as '{MARK}_*.png', or "
@@ -116,23 +117,6 @@ def _read_rows(table: Path) -> list[tuple[str, str]]:
     places = [columns.index(name) for name in ("file", "group")]
     rows = ([clean_name(cell) for cell in row] + [""] * len(columns) for row in reader)
     return [(row[places[0]], re.sub(r'^="(.*)"$', r"\1", row[places[1]])) for row in rows]
-
-
-def _compile(pattern: str) -> re.Pattern[str]:
-    """Return the regular expression for a pattern, or its beginning, with the group as its first group."""
-    parts = (re.escape(part).replace(r"\*", "[^/]*") for part in pattern.split(MARK))
-    return re.compile("([^/]+?)".join(parts))
-
-
-def _explain_mismatch(pattern: str, name: str) -> str:
-    """Return the first text of ``pattern`` that ``name`` lacks in its place, and what is compared."""
-    kind = "paths are compared, as the pattern has a /" if "/" in pattern else "names without folders are compared"
-    begun = ""
-    for text in re.split(rf"(\*|{re.escape(MARK)})", pattern):
-        begun += text
-        if not _compile(begun).match(name):
-            return f"it has no {text!r} in that place ({kind})"
-    return f"it goes on after {re.split(r'[*}]', pattern)[-1]!r} ({kind})"
 
 
 def number_groups(names: Sequence[str]) -> Tensor:

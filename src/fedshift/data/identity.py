@@ -2,8 +2,8 @@
 
 Programs and people write one name in several ways. Two spellings *look the same* if they differ only in the codes of
 characters (Unicode's canonical equivalence, NFC; Unicode Standard Annex 15), in invisible characters, or in the width
-of white space. They are *alike* if they differ only in case, compatible characters (NFKC), white space, or the zeros of
-a number at the end: ``7``, ``7.0`` and ``007``, or ``P0`` and ``p00``.
+of white space. They are *alike* if they differ only in case, compatible characters (NFKC), white space, hyphens and
+underscores between letters, or the zeros of a number at the end: ``no_finding`` and ``No finding``, ``7`` and ``007``.
 
 Spellings that look the same are one name everywhere. Alike spellings are one group, so that no patient is in training
 and test data. They are one class and one category unless a client has two of them (``a`` and ``A`` in pictures of
@@ -21,9 +21,9 @@ from ..utils.words import join_some
 
 NUMBERED = re.compile(r"([^0-9]*)0*([0-9]+)(?:\.0+)?")
 """A name that is a number, or ends with its only one."""
-SPACE = re.compile(r"(?<![0-9]) | (?![0-9])")
-"""A space that counts for nothing; 1 12 and 11 2 are two names."""
-DIFFER = "differ only in case, spaces, zeros or codes of characters"
+GAP = re.compile(r"(?<=[^\W\d_])[-_ ]+(?=[^\W\d_])|(?<![0-9]) | (?![0-9])")
+"""What counts for nothing between words; 1 12 and 11 2 are two names, and so are A- and A."""
+DIFFER = "differ only in case, spaces, hyphens, zeros or codes of characters"
 
 
 def clean_name(name: str) -> str:
@@ -42,8 +42,7 @@ def find_identity(name: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFKC", unicodedata.normalize("NFKC", text).casefold())
         text = "".join(str(unicodedata.decimal(each)) if each.isdecimal() else each for each in text)
-    text = text.casefold()
-    text = SPACE.sub("", text) if " " in text else text
+    text = GAP.sub("", text.casefold())
     numbered = NUMBERED.fullmatch(text)
     return numbered[1] + numbered[2] if numbered else text
 

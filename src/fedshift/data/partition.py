@@ -252,11 +252,6 @@ def split_stratified(
     return np.flatnonzero(~drawn), np.flatnonzero(drawn)
 
 
-def draw_units(count: int, fraction: float, rng: np.random.Generator) -> NDArray[np.int64]:
-    """Draw some of ``count`` units, such as patients, as :func:`split_stratified` draws from one class."""
-    return split_stratified(np.zeros(count, np.int64), fraction, rng)[1]
-
-
 def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[str, ...]:
     """Return the names that match ``patterns``, a sequence or separated by commas, in the order of the patterns.
 
@@ -265,33 +260,20 @@ def match_names(patterns: str | Sequence[str], names: Sequence[str]) -> tuple[st
     """
     if patterns in names:
         return (str(patterns),)
-    chosen, excluded = _read_patterns(patterns)
     known = frozenset(names)
 
     def expand(pattern: str) -> list[str]:
-        found = [pattern] if pattern in known else [name for name in names if fnmatchcase(name, pattern)]
-        if not found:
+        matched = [pattern] if pattern in known else [name for name in names if fnmatchcase(name, pattern)]
+        if not matched:
             raise unknown_name("client", pattern, names)
-        return found
+        return matched
 
-    left_out = {name for pattern in excluded for name in expand(pattern)}
-    order = [name for pattern in chosen for name in expand(pattern)] if chosen else names
+    texts = [text.strip() for text in (patterns.split(",") if isinstance(patterns, str) else patterns)]
+    left_out = {name for text in texts if text.startswith("!") for name in expand(text[1:])}
+    order = [name for text in texts if not text.startswith("!") for name in expand(text)] or list(names)
     if left_out.issuperset(order):
         raise UsageError(f"{patterns!r} excludes all clients: {', '.join(names)}")
     return tuple(name for name in dict.fromkeys(order) if name not in left_out)
-
-
-def may_match(name: str, patterns: str | Sequence[str]) -> bool:
-    """Return whether :func:`match_names` can choose ``name`` among names that are not all known yet."""
-    chosen, excluded = _read_patterns(patterns)
-    found, left_out = (name in some or any(fnmatchcase(name, each) for each in some) for some in (chosen, excluded))
-    return name == patterns or ((found or not chosen) and not left_out)
-
-
-def _read_patterns(patterns: str | Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the patterns that choose names, and those that exclude names."""
-    each = [text.strip() for text in (patterns.split(",") if isinstance(patterns, str) else patterns)]
-    return [text for text in each if not text.startswith("!")], [text[1:] for text in each if text.startswith("!")]
 
 
 def _partition(

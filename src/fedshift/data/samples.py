@@ -41,9 +41,6 @@ from .stores import (
     read_store,
 )
 
-SHOWN = 20
-"""Maximum number of clients, and of classes, to print one by one."""
-
 
 class Samples:
     """Samples ``x`` (uint8 images ``[N, C, ...]``, floats or int64 ``[N, ...]``) with targets ``y [N, ...]``.
@@ -69,12 +66,7 @@ class Samples:
         return self.y.shape[0]  # Tensor.__len__ takes ten times as long
 
     def __repr__(self) -> str:
-        if self.y.ndim > 1:
-            return f"{len(self)} samples of {describe_shape(self)}"
-        labels, counts = torch.unique(self.y, return_counts=True)
-        each = dict(zip(labels.tolist(), counts.tolist(), strict=True))
-        labeled = f"by label {each}" if len(each) <= SHOWN else f"{len(each)} labels"
-        return f"{len(self)} samples of {describe_shape(self)}, {labeled}"
+        return f"{len(self)} samples of {describe_shape(self)}"
 
     @property
     def x(self) -> Tensor:

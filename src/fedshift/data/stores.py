@@ -40,7 +40,7 @@ from typing_extensions import override
 from ..nn.several_inputs import Inputs
 from ..utils.errors import FedshiftError, Ref, UsageError
 from ..utils.random_streams import Key, key_bits, torch_stream
-from .arrays import Item, LazyDataset, find_targets, item_reader, list_files, read_item, require_shape
+from .arrays import LazyDataset, find_targets, item_reader, list_files, read_item, require_shape
 from .decoding import Decoding, list_members
 from .decoding.images import Unreadable
 from .decoding.volumes import VolumeHeader, digest_voxels
@@ -329,10 +329,9 @@ class DatasetStore(LazyStore):
 
     def __init__(self, given: LazyDataset, where: str, target: str | None = None, names: Sequence[str] = ()) -> None:
         self._given, self._item = given, item_reader(given.dataset, where, target)
-        self._file: Any = None
         self._begin()
         self.where, self.inputs = where, Inputs()
-        self._first, *again = (_decode(self._decoder(where), [0], ())[0][0] for _ in range(REPEATED))
+        self._first, *again = (self._decode([0], ())[0][0] for _ in range(REPEATED))
         if isinstance(self._first, Mapping):
             self.inputs = find_layout(arrange({name: each[None] for name, each in self._first.items()}, names), where)
         x, *others = (self._join(each, 0) for each in (self._first, *again))
@@ -341,19 +340,16 @@ class DatasetStore(LazyStore):
         super().__init__(where, len(given.dataset), self.sample)
         self.draws, self.threaded = given.cache_bytes == 0, given.workers > 1
         self._digests: NDArray[np.uint64] = np.zeros((len(self), 2), np.uint64)  # of items that were digested; or 0
-        found = find_targets(given, where, target)
-        self.targets: Array = self._decode_targets() if found is None else found
+        listed = find_targets(given, where, target)
+        if listed is None:
+            listed = np.stack([y for rows in divide(list(range(len(self))), DECODED) for y in self._digest_items(rows)])
+        self.targets: Array = listed
 
-    def _decode_targets(self) -> Array:
-        """Return the targets of all items, which are decoded once."""
-        return np.stack([y for part in divide(list(range(len(self))), DECODED) for _, y in self._digest_items(part)])
-
-    def _digest_items(self, rows: Sequence[int]) -> list[tuple[Array, Array]]:
-        """Return the inputs and targets of ``rows``, and keep digests of the inputs."""
+    def _digest_items(self, rows: Sequence[int]) -> list[Array]:
+        """Return the targets of ``rows``, and keep digests of the inputs."""
         items = self._decode_rows(rows, ())
-        for row, (x, _) in zip(rows, items, strict=True):
-            self._digests[row] = np.frombuffer(digest_arrays([x]), np.uint64)
-        return items
+        self._digests[rows] = [np.frombuffer(digest_arrays([x]), np.uint64) for x, _ in items]
+        return [y for _, y in items]
 
     @override
     def digest(self, rows: NDArray[np.int64]) -> bytes:
@@ -364,19 +360,16 @@ class DatasetStore(LazyStore):
         files = list_files(self._given.dataset)
         some = rows[:: max(1, len(rows) // self.probed) if files else 1] if self.repeats else rows[:0]
         missing = np.unique(some[~self._digests[some].any(axis=1)]).tolist()
-        step = min(DECODED, self.count_rows(CHUNK_BYTES))
         with self._lock:
-            for part in divide(missing, step):
-                self._digest_items(part)
+            for few in divide(missing, min(DECODED, self.count_rows(CHUNK_BYTES))):
+                self._digest_items(few)
         read = self._digests[some].tobytes()
         return read + digest_files([Path(files[row])] for row in rows.tolist()) if files else read
 
     def _begin(self) -> None:
         self._lock = Lock()  # datasets and global generators can be used by only one thread at a time
         self._cache: dict[int, Array] = {}
-
-    def _decoder(self, where: str) -> tuple[Any, Item, str]:
-        return self._given.dataset, self._item, where
+        self._file: Any = None
 
     @override
     def _load(self, rows: NDArray[np.int64], key: Keys) -> Tensor:
@@ -399,24 +392,32 @@ class DatasetStore(LazyStore):
 
     def _run(self, rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
         """Decode ``rows``, in worker processes if there are any."""
-        workers = min(self._given.workers, len(rows))
         if self._given.workers < 2 or not rows:
-            return _decode(self._decoder(self.where), rows, key)
+            return self._decode(rows, key)
         if self._file is None:
             self._file = tempfile.NamedTemporaryFile()  # noqa: SIM115 - lasts as long as the store
-            self._file.write(cloudpickle.dumps(self._decoder(self.where)))
+            self._file.write(cloudpickle.dumps(self))
             self._file.flush()
-        parts = [part.tolist() for part in np.array_split(np.array(rows), workers)]
-        done = Parallel(n_jobs=self._given.workers)(delayed(_decode_from)(self._file.name, p, key) for p in parts)
-        return [pair for part in done for pair in part]
+        some = np.array_split(np.array(rows), min(self._given.workers, len(rows)))
+        done = Parallel(n_jobs=self._given.workers)(
+            delayed(_decode_from)(self._file.name, r.tolist(), key) for r in some
+        )
+        return [pair for pairs in done for pair in pairs]
+
+    def _decode(self, rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
+        """Return the input and target of each of ``rows``, decoded with ``key``."""
+        decoded = []
+        for row in rows:
+            with keyed_draws(self._given.dataset, key, row):
+                decoded.append(read_item(self._given.dataset, row, self.where, self._item))
+        return decoded
 
     def _join(self, x: Any, row: int) -> Array:
         """Return the inputs ``x`` of a sample as a row, if there are several."""
         if not self.inputs:
             return np.asarray(x)
-        one = {name: each[None] for name, each in x.items()}
-        joined: Array = join_inputs(one, self.inputs, f"{self.where}: sample {row}")[0]
-        return joined
+        one = {name: values[None] for name, values in x.items()}
+        return np.asarray(join_inputs(one, self.inputs, f"{self.where}: sample {row}")[0])
 
     def _require_same(self, row: int, y: Array) -> None:
         known = np.asarray(self.targets[row])
@@ -428,31 +429,20 @@ class DatasetStore(LazyStore):
             )
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache")}
-        alone = replace(self._given, workers=0)  # a worker starts no workers
-        return state | {"_file": None, "_given": alone, "threaded": False}
+        state = {name: value for name, value in vars(self).items() if name not in ("_lock", "_cache", "_file")}
+        return state | {"_given": replace(self._given, workers=0), "threaded": False}  # a worker starts no workers
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
         self._begin()
 
 
-def _decode(decoder: tuple[Any, Item, str], rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
-    """Return the input and target of each of ``rows``, decoded with ``key``."""
-    dataset, item, where = decoder
-    found = []
-    for row in rows:
-        with keyed_draws(dataset, key, row):
-            found.append(read_item(dataset, row, where, item))
-    return found
-
-
 def _decode_from(path: str, rows: Sequence[int], key: Keys) -> list[tuple[Any, Array]]:
-    return _decode(_load_decoder(path), rows, key)
+    return _load_store(path)._decode(rows, key)
 
 
 @lru_cache(maxsize=64)
-def _load_decoder(path: str) -> tuple[Any, Item, str]:
+def _load_store(path: str) -> DatasetStore:
     return cloudpickle.loads(Path(path).read_bytes())  # type: ignore[no-any-return]
 
 

@@ -12,8 +12,6 @@ from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 
 from ..core.method import Method
-from ..core.plan import Plan
-from ..engines.auto import count_passes
 from ..engines.engine import Diverged
 from ..experiments.duration import Cost, predict_cost
 from ..experiments.experiment import Experiment
@@ -107,8 +105,8 @@ def fit_budget(
     )
 
 
-def measure_cost(experiment: Experiment, method: Method, most: float = math.inf) -> tuple[Cost, str]:
-    """Return the seconds of a round and an evaluation under one seed, and a description of the work beyond FedAvg's.
+def measure_cost(experiment: Experiment, method: Method, most: float = math.inf) -> Cost:
+    """Return the seconds of a round and an evaluation under one seed.
 
     One round and one evaluation are timed. If the round is predicted to take more than ``most`` seconds, it is not run,
     and both are extrapolated from a single step. Raises :class:`UsageError` if the method does not suit the data or the
@@ -121,25 +119,12 @@ def measure_cost(experiment: Experiment, method: Method, most: float = math.inf)
         )
     began = time.monotonic()
     with closing(Trial(method, experiment.model, experiment.data, experiment.settings, experiment.seeds[0])) as trial:
-        prepared, work = time.monotonic() - began, _describe_work(trial.plan)
-        cost = predict_cost(trial)
+        prepared, cost = time.monotonic() - began, predict_cost(trial)
         if cost.round > most:
-            return replace(cost, evaluation=prepared + cost.evaluation), work
+            return replace(cost, evaluation=prepared + cost.evaluation)
         begun, seconds = time.monotonic(), cost.round
         with suppress(Diverged):
             done = trial.advance()
             trial.measure_lag((), trial.reestimate())
             seconds = done.seconds
-        return Cost(round=seconds, evaluation=prepared + time.monotonic() - begun - seconds), work
-
-
-def _describe_work(plan: Plan) -> str:
-    """Describe the work of a method beyond FedAvg's local training; empty if there is none."""
-    parts = []
-    if plan.method.finetune:
-        rounds = f"{plan.method.finetune} further round{'s' * (plan.method.finetune > 1)}"
-        parts.append(f"each client fine-tunes its model for {rounds} of local training before each use")
-    if passes := count_passes(plan):
-        count = f"{passes} further epoch{'s' * (passes > 1)}"
-        parts.append(f"each client trains for {count} in each round on parameters that it keeps")
-    return ", and ".join(parts)
+        return Cost(round=seconds, evaluation=prepared + time.monotonic() - begun - seconds)

@@ -26,6 +26,7 @@ from typing import Any
 
 import pandas as pd
 import torch
+from pydantic import TypeAdapter
 
 from ..analysis.statistics import PairedDifference, paired_difference
 from ..config.expressions import trust_only
@@ -117,7 +118,6 @@ class Search:
         budget: Minutes for everything.
         results: Values of each rung that was run.
         dropped: Methods and learning rates that the budget does not allow.
-        work: Description of the work of a method beyond FedAvg's.
         costs: Seconds that a method takes for a round and its evaluation.
         spent: Seconds used so far.
         overtime: Whether the budget was used up before all rungs were run.
@@ -138,7 +138,6 @@ class Search:
     budget: float
     results: tuple[Values, ...] = ()
     dropped: tuple[str, ...] = ()
-    work: Mapping[str, str] = field(default_factory=dict)
     costs: Mapping[str, float] = field(default_factory=dict, compare=False)
     spent: float = field(default=0.0, compare=False)
     overtime: bool = field(default=False, compare=False)
@@ -333,24 +332,22 @@ def begin_search(
     if settings.patience is not None:
         raise UsageError("{} ends trials early, which a search does by its own rule: omit it", Ref("patience"))
     members = data.select_clients(name for name in data.names if name not in settings.newcomers)
+    found = diagnose(members, progress=progress)
     if methods is None:
-        found = diagnose(members, progress=progress)
         reasons = list_candidates(found, settings.work.batch_size)
         methods, named = METHODS.parse_all(",".join(reasons)), False
     else:
         methods = list({each.name: each for each in methods}.values())
         reasons, named = {method.label: "as requested" for method in methods}, True
     known = {each.label: each for each in methods}
-    if named:
-        found = diagnose(members, progress=progress)
-    costs, refused, work = dict[str, Cost](), dict[str, str](), dict[str, str]()
+    costs, refused = dict[str, Cost](), dict[str, str]()
     always = [] if named else [BASELINE, *GENERAL]
     order = [*(name for name in always if name in known), *(name for name in known if name not in always)]
     for number, name in enumerate(order):
         if progress is not None:
             progress("timing a round of each method", number, len(order))
         try:
-            costs[name], work[name] = measure_cost(experiment, known[name], LARGE_PART * 60 * budget)
+            costs[name] = measure_cost(experiment, known[name], LARGE_PART * 60 * budget)
         except UsageError as error:
             if named:
                 raise
@@ -387,7 +384,6 @@ def begin_search(
         asked=settings.rounds,
         budget=budget,
         dropped=tuple(dropped),
-        work={name: work[name] for name in chosen if work[name]},
         costs={name: costs[name].round + costs[name].evaluation for name in chosen},
         spent=time.monotonic() - began,
     )
@@ -539,9 +535,5 @@ def save_search(search: Search, directory: Path) -> None:
 
 def read_search(directory: Path) -> Search:
     """Read the search in ``directory``; raise :class:`FedshiftError` if there is none, or its file is damaged."""
-    fields = read_checked(directory / FILE, Sentence("start a new search in another directory ({})", Ref("out")))
-    lists: dict[str, Any] = {name: tuple(value) for name, value in fields.items() if isinstance(value, list)}
-    candidates, rungs = (
-        tuple(kind(**each) for each in fields[name]) for name, kind in (("candidates", Candidate), ("rungs", Rung))
-    )
-    return Search(**{**fields, **lists, "candidates": candidates, "rungs": rungs})
+    hint = Sentence("start a new search in another directory ({})", Ref("out"))
+    return TypeAdapter(Search).validate_python(read_checked(directory / FILE, hint))

@@ -134,8 +134,6 @@ def _describe_best(search: Search) -> Iterator[str]:
     if local and best != local:
         yield _compare_with_local(search, local, unit)
     yield f"Why {best.method}: {search.reasons[best.method]}."
-    if best.method in search.work:
-        yield f"Beyond FedAvg's work, {search.work[best.method]}."
     if best.method in search.costs and base.method in search.costs and best.method != base.method:
         ratio = search.costs[best.method] / search.costs[base.method]
         yield f"A round of {best.method} with its evaluation takes {ratio:.1f} times as long as one of {base.method}."

@@ -15,7 +15,7 @@ from ..report.report import Report, ReportTable
 from ..tasks import find_kind
 from ..utils.files import write_atomically
 from .overview import SHOWN, make_overview
-from .shifts import ALL, MOST_IN_PAIRS, MOST_SITES, SHIFTS, Diagnosis
+from .shifts import MOST_IN_PAIRS, MOST_SITES, SHIFTS, Diagnosis
 
 PAGE = "diagnosis.html"
 CROSS_DEVICE = 20
@@ -71,7 +71,6 @@ def interpret(found: Diagnosis) -> Iterator[str]:
     """Yield the frame in sentences, and cautions about methods."""
     for shift in SHIFTS:
         yield f"{shift.capitalize()}{_describe(found, shift)}."
-    yield from _name_extremes(found)
     if len(found.data.clients) > MOST_SITES:
         yield f"{MOST_SITES} of {len(found.data.clients)} clients were drawn for the tests."
     if len(found.data.clients) > MOST_IN_PAIRS:
@@ -104,17 +103,6 @@ def _describe(found: Diagnosis, shift: str) -> str:
         if shift == "feature shift"
         else " cannot be tested: all targets are equal",
     }[row["verdict"]]
-
-
-def _name_extremes(found: Diagnosis) -> Iterator[str]:
-    """Yield the pairs of the smallest and of the largest feature shift if their intervals exclude all other pairs."""
-    pairs = [found.find("feature shift", sites) for sites in found.frame["sites"].unique() if sites != ALL]
-    known = sorted((pair for pair in pairs if not math.isnan(pair["value"])), key=lambda pair: pair["value"])
-    for word, others, pair in (
-        (("similar", known[1:], known[0]), ("different", known[:-1], known[-1])) if known[1:] else ()
-    ):
-        if all(pair["high"] < each["low"] or pair["low"] > each["high"] for each in others):
-            yield f"Most {word} are {pair['sites']} (AUC {_format_area(pair)})."
 
 
 def tabulate_shifts(found: Diagnosis) -> TextTable:

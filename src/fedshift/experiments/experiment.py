@@ -21,7 +21,7 @@ import torch
 from ..analysis.privacy import find_mechanism
 from ..config.spec import TrialSpec
 from ..core.method import Method
-from ..data.federation import Federation, find_majority_classes
+from ..data.federation import Federation
 from ..data.pictures import to_pictures
 from ..engines.engine import EngineFactory
 from ..evaluation.communication import summarize_method
@@ -374,7 +374,7 @@ class Experiment:
             "clients": {c.name: {split: len(part) for split, part in c.splits.items()} for c in self.data.clients},
             "digests": self.data.digests,
             "same_test": {name: owner for name, owner in owners.items() if name != owner},
-            "majority": {} if self.make_engine else find_majority_classes(self.data),
+            "majority": {} if self.make_engine else _find_majority_classes(self.data),
             "task": self.data.task.name,
             "metrics": self.data.task.measured,
             "resolved": resolved,
@@ -382,6 +382,16 @@ class Experiment:
             "methods": {name: asdict(fact) for name, fact in methods.items()},
         }
         write_summary(directory, facts, self._sample_images(), sessions)
+
+
+def _find_majority_classes(data: Federation) -> dict[str, int]:
+    """Return each client's most frequent class in the training data; nothing if samples do not have one class each."""
+    counts = {
+        client.name: data.task.count_classes(client.train.y, data.classes)
+        for client in data.clients
+        if data.task.strata(client.train.y) is not None
+    }
+    return {name: int(count_C.argmax()) for name, count_C in counts.items()}
 
 
 def _explain_clash(one: Method, other: Method) -> str:

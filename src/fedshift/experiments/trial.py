@@ -30,8 +30,8 @@ from ..core.states import ClientState, ServerState
 from ..core.work import square_uses
 from ..data.augmentation import check_augmentable
 from ..data.copies import number_samples
-from ..data.federation import ClientData, Federation, count_labels, pool_training_data
-from ..data.samples import Samples
+from ..data.federation import ClientData, Federation, count_labels
+from ..data.samples import Samples, join_samples
 from ..engines import find_engine
 from ..engines.auto import EngineChoice, choose_engine, count_operations
 from ..engines.engine import ClientResult, Engine, EngineFactory
@@ -124,7 +124,10 @@ class Trial:
                 f"participation={share}: only {len(members)} clients train; give at most as many, or leave it out"
             ).about("participation")
         training = replace(data, clients=members)
-        trained_on = pool_training_data(training) if method.pooled else training
+        trained_on = training
+        if method.pooled:
+            joined = join_samples([client.train for client in members])
+            trained_on = replace(training, clients=(ClientData(name="pooled", train=joined, test=members[0].test),))
         self.model = model
         if settings.augment:
             check_augmentable(training, settings.augment)
@@ -293,7 +296,7 @@ class Trial:
     @property
     def identity(self) -> dict[str, str]:
         """Settings, by name, that must be unchanged to continue from a checkpoint."""
-        digests = {f"data of {what}": digest for what, digest in self.data.digests.items()}
+        digests = {f"version of the data of {what}": digest for what, digest in self.data.digests.items()}
         return {
             "method": self.plan.method.text,
             "seed": str(self.seed),

@@ -44,7 +44,6 @@ from ..data.readers.tables import SUFFIXES as TABLES
 from ..data.readers.tables import read_rows
 from ..tasks.segmentation import IGNORED
 from ..tasks.surfaces import compare_surfaces
-from ..tasks.task import count_by_class
 from ..utils.csv_cells import escape_table
 from ..utils.errors import UsageError
 from ..utils.files import write_atomically
@@ -301,14 +300,13 @@ def _compare(
     model: ExportedModel, predicted: Tensor, truth: Tensor, spacing: Sequence[float]
 ) -> Iterator[tuple[str, float | None]]:
     """Yield the Dice and the surface distances of each class except the background, by the name of their column."""
-    classes, known = len(model.classes), truth != IGNORED
-    predicted = predicted.long()
-    counts = count_by_class(predicted[known], truth[known], classes)
-    surfaces = compare_surfaces(predicted[None], truth[None], known[None], classes, spacing)
+    known, predicted = truth != IGNORED, predicted.long()
+    surfaces = compare_surfaces(predicted[None], truth[None], known[None], len(model.classes), spacing)
     unit = "mm" if spacing else "pixels"
-    for number in range(1, classes):
-        name, total = model.classes[number], counts["support"][number] + counts["predicted"][number]
-        yield f"dice {name}", 2 * counts["hits"][number] / total if total else None
+    for number, name in list(enumerate(model.classes))[1:]:
+        masks = (predicted == number) & known, truth == number
+        total = sum(int(mask.sum()) for mask in masks)
+        yield f"dice {name}", 2 * int((masks[0] & masks[1]).sum()) / total if total else None
         yield f"hd95 {unit} {name}", float(surfaces["hausdorff"][0, number]) if total else None
         yield f"assd {unit} {name}", float(surfaces["distances"][0, number]) if total else None
 

@@ -16,7 +16,7 @@ from ..utils.user_code import describe_error, find_import_path, identify_functio
 from .classification import CLASSIFICATION, Classification
 from .metrics import F1, AveragePrecision, Brier, CalibrationError, Metric, TopK
 from .multilabel import Multilabel
-from .own_metrics import Given, take_direction
+from .own_metrics import OwnMetric, make_metric, take_direction
 from .own_metrics import spell as spell_metric
 from .regression import Regression
 from .segmentation import Segmentation
@@ -54,8 +54,8 @@ TASKS = Catalog[Task]("task", _KINDS, _accept, adapt=_hide_requested)
 
 
 def _accept_metric(given: object, text: str | None) -> Metric:
-    if isinstance(given, Given):
-        return given.to_metric(spell_metric(text or ""))
+    if isinstance(given, OwnMetric) and not given.text:
+        return make_metric(given, spell_metric(text or ""))
     if isinstance(given, Metric):
         return given
     if not callable(given):
@@ -64,7 +64,7 @@ def _accept_metric(given: object, text: str | None) -> Metric:
             f"{{}} is not a metric: give one of {known}, or a function of outputs and targets", Ref(metric=given)
         )
     text = find_import_path(given) or identify_function(given)
-    return (Given(given()) if isinstance(given, type) else Given(given)).to_metric(text)
+    return make_metric(given() if isinstance(given, type) else given, text)
 
 
 def _spell_metric(metric: Metric) -> str | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from typing_extensions import override
 
 from ..utils.errors import Ref, UsageError
-from .task import BATCH, Counts, Task, describe_absent, find_invalid, is_overlap, softmax_entropy
+from .task import BATCH, ClassTask, Counts, describe_absent, find_invalid, is_overlap
 
 RANKED = 1_000_000
 """Largest number of scores ranked at once."""
@@ -27,13 +27,12 @@ FEW_CLASSES = 1_000
 
 
 @dataclass(frozen=True, kw_only=True)
-class Classification(Task):
+class Classification(ClassTask):
     """One of K classes."""
 
     name = "classification"
     metrics = ("accuracy", "balanced_accuracy", "auc", "loss")
     loss = "cross_entropy"
-    output = "class"
 
     @override
     def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
@@ -73,15 +72,6 @@ class Classification(Task):
                 )
         labels = torch.cat([torch.unique(y) for y in targets.values()]).tolist() if targets else []
         return describe_absent("sample", labels)
-
-    @override
-    def predict(self, outputs: Tensor) -> Tensor:
-        """Return the class with the highest score, int64 ``[N]``."""
-        return outputs.argmax(dim=1)
-
-    @override
-    def entropy(self, outputs: Tensor) -> Tensor:
-        return softmax_entropy(outputs)
 
     @override
     def check_targets(self, y: Tensor, shape: tuple[int, ...], outputs: int, where: str) -> None:

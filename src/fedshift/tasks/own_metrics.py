@@ -115,23 +115,19 @@ class OwnMetric(Metric):
         return found if found.ndim else float(found)
 
 
-@dataclass(frozen=True)
-class Given:
-    """A function that an expression names, and whether a lower value is better; None: as the function declares."""
+def make_metric(function: Any, text: str = "", *, lower: bool | None = None) -> Metric:
+    """Return the metric of ``function``, called ``text``; ``lower``: a lower value is better, or as it declares.
 
-    function: Any
-    lower: bool | None = None
-
-    def to_metric(self, text: str) -> Metric:
-        """Return the metric called ``text``; raise :class:`UsageError` if the function is none."""
-        if isinstance(self.function, OwnMetric) and self.lower is not None:
-            return replace(self.function, lower=self.lower)
-        if isinstance(self.function, Metric):
-            return self.function
-        if not callable(self.function):
-            raise UsageError(f"metric {text!r} makes a {type(self.function).__name__}: {WANTED}")
-        lower = getattr(self.function, "higher_is_better", None) is False if self.lower is None else self.lower
-        return OwnMetric(function=self.function, text=text, lower=lower)
+    Raises :class:`UsageError` if it is no function of outputs and targets.
+    """
+    if isinstance(function, OwnMetric):
+        return replace(function, text=text or function.text, lower=function.lower if lower is None else lower)
+    if isinstance(function, Metric):
+        return function
+    if not callable(function):
+        raise UsageError(f"metric {text or repr(function)} is a {type(function).__name__}: {WANTED}")
+    lower = getattr(function, "higher_is_better", None) is False if lower is None else lower
+    return OwnMetric(function=function, text=text, lower=lower)
 
 
 def spell(text: str) -> str:
@@ -146,13 +142,13 @@ def spell(text: str) -> str:
 
 
 def take_direction(function: Callable[..., Any], own: bool) -> Callable[..., Any]:
-    """Return what makes a :class:`Given` of a user's function, or of an instance of a class, and its direction."""
+    """Return what makes the metric of a user's function, or of an instance of a class, with its direction."""
     if not own:
         return function
     is_class = isinstance(function, type)
 
-    def make(*values: Any, lower_is_better: bool | None = None, **options: Any) -> Given:
-        return Given(function(*values, **options) if is_class else function, lower_is_better)
+    def make(*values: Any, lower_is_better: bool | None = None, **options: Any) -> Metric:
+        return make_metric(function(*values, **options) if is_class else function, lower=lower_is_better)
 
     direction = inspect.Parameter("lower_is_better", inspect.Parameter.KEYWORD_ONLY, default=None)
     arguments = inspect.signature(function).parameters.values() if is_class else ()

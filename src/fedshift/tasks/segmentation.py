@@ -25,7 +25,7 @@ from ..results.cases import compare_masks
 from ..utils.errors import Ref, UsageError
 from ..utils.words import join_some
 from .surfaces import are_possible_surfaces, compare_surfaces
-from .task import BATCH, Counts, Task, describe_absent, find_invalid, is_overlap, softmax_entropy
+from .task import BATCH, ClassTask, Counts, describe_absent, find_invalid, is_overlap
 
 IGNORED = 255
 """Class in masks for pixels that are neither trained on nor counted."""
@@ -42,7 +42,7 @@ NAMED = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class Segmentation(Task):
+class Segmentation(ClassTask):
     """One of K classes for each pixel.
 
     Attributes:
@@ -55,7 +55,6 @@ class Segmentation(Task):
     name = "segmentation"
     metrics = ("dice", "iou", "pooled_dice", "pooled_iou", "accuracy", "balanced_accuracy", "loss")
     loss = "dice_cross_entropy"
-    output = "class"
     surface: bool = False
     spacing: tuple[float, ...] = ()
 
@@ -99,15 +98,6 @@ class Segmentation(Task):
     @override
     def count_outputs(self, targets: Iterable[Tensor]) -> int:
         return 1 + max((int(y[y != IGNORED].max()) for y in targets if (y != IGNORED).any()), default=0)
-
-    @override
-    def predict(self, outputs: Tensor) -> Tensor:
-        """Return the class with the highest score of each pixel or voxel, int64 ``[N, H, W]`` or ``[N, D, H, W]``."""
-        return outputs.argmax(dim=1)
-
-    @override
-    def entropy(self, outputs: Tensor) -> Tensor:
-        return softmax_entropy(outputs)
 
     @override
     def check_outputs(self, targets: Mapping[str, Tensor], samples: int) -> tuple[str, ...]:

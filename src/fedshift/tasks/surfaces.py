@@ -57,7 +57,7 @@ def compare_surfaces(
             if number <= 0:
                 continue
             if all(mask.any() for mask in masks):
-                found = measure_surfaces(masks[0], masks[1], steps)
+                found = measure_surfaces(masks, steps)
                 average_NK[image, number] = np.concatenate(found).mean()
                 worst_NK[image, number] = max(np.percentile(each, PERCENTILE) for each in found)
             else:
@@ -75,23 +75,15 @@ def are_possible_surfaces(counts: Counts) -> bool:
     return True
 
 
-def measure_surfaces(one: Mask, other: Mask, spacing: Sequence[float]) -> tuple[Distances, Distances]:
+def measure_surfaces(masks: Sequence[Mask], spacing: Sequence[float]) -> list[Distances]:
     """Return the distance of each element of one mask's surface to the other's, and the other way round.
 
     Both masks must have a pixel. Only the bounding box of both is examined, since nothing outside it matters.
     """
-    from scipy.ndimage import distance_transform_edt  # takes longer to import than a small run
+    from scipy.ndimage import binary_erosion, distance_transform_edt  # takes longer to import than a small run
 
-    places = np.nonzero(one | other)
+    places = np.nonzero(masks[0] | masks[1])
     box = tuple(slice(int(place.min()), int(place.max()) + 1) for place in places)
-    surfaces = [find_surface(mask[box]) for mask in (one, other)]
-    to_one, to_other = (distance_transform_edt(~surface, sampling=spacing) for surface in surfaces)
-    return to_other[surfaces[0]], to_one[surfaces[1]]
-
-
-def find_surface(mask: Mask) -> Mask:
-    """Return a mask of the surface pixels of ``mask``."""
-    from scipy.ndimage import binary_erosion
-
-    surface: Mask = mask & ~binary_erosion(mask)
-    return surface
+    surfaces = [mask[box] & ~binary_erosion(mask[box]) for mask in masks]
+    distances = [distance_transform_edt(~surface, sampling=spacing) for surface in surfaces]
+    return [distances[1][surfaces[0]], distances[0][surfaces[1]]]

@@ -43,12 +43,6 @@ class Survival(Task):
     output = "risk"
 
     @override
-    def read_targets(self, y: NDArray[Any], shape: tuple[int, ...], where: str) -> Tensor:
-        if y.ndim != 2 or y.shape[1] != 2:
-            raise UsageError(f"{where}: targets of shape {y.shape}; give [samples, 2] for survival: time and event")
-        return super().read_targets(y, shape, where)
-
-    @override
     def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
         return torch.tensor([[1.0, 0.0]], dtype=torch.float64).expand(samples, 2)
 
@@ -94,7 +88,7 @@ class Survival(Task):
     @override
     def count(self, predictions: Tensor, y: Tensor, outputs: int) -> Counts:
         pairs = self.record(predictions, y, outputs)
-        risk, time, event = drop_infinite(predictions[:, 0]), y[:, 0].double(), y[:, 1] > 0
+        risk, time, event = (torch.from_numpy(pairs[name]) for name in ("risk", "time", "event"))
         loss = 0.0
         for at in torch.split(event.nonzero()[:, 0], CHUNK):
             at_risk = torch.where(time >= time[at, None], risk, -torch.inf)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from typing_extensions import override
 
 from ..utils.errors import UsageError
 from ..utils.words import join_some
@@ -83,7 +84,7 @@ class Task(ABC):
         """
         y = y[:, None] if y.ndim == 1 else y
         if y.ndim != 2:
-            raise UsageError(f"{where}: targets of shape {y.shape}; give [samples, {self.output}s] for {self}")
+            raise UsageError(f"{where}: targets of shape {y.shape}; give a row of numbers for each sample of {self}")
         return torch.from_numpy(y.astype(np.float64))
 
     def make_blank_targets(self, samples: int, shape: tuple[int, ...], outputs: int) -> Tensor:
@@ -191,9 +192,19 @@ class Task(ABC):
         return self.name
 
 
-def softmax_entropy(scores: Tensor) -> Tensor:
-    """Return the entropy of the softmax over classes of ``scores [N, K, ...]``, ``[N, ...]``."""
-    return -(scores.softmax(1) * scores.log_softmax(1)).sum(1)
+class ClassTask(Task):
+    """A task whose network scores the classes of each sample or pixel, ``[N, K, ...]``."""
+
+    output = "class"
+
+    @override
+    def predict(self, outputs: Tensor) -> Tensor:
+        """Return the class with the highest score, int64 ``[N, ...]``."""
+        return outputs.argmax(dim=1)
+
+    @override
+    def entropy(self, outputs: Tensor) -> Tensor:
+        return -(outputs.softmax(1) * outputs.log_softmax(1)).sum(1)
 
 
 def describe_absent(unit: str, classes: Sequence[int]) -> tuple[str, ...]:
@@ -229,13 +240,3 @@ def is_overlap(counts: Counts) -> bool:
     """Return whether no class is hit more often than it occurs, nor more often than it is predicted."""
     least = map(min, counts["support"], counts["predicted"] if "predicted" in counts else counts["support"])
     return has_possible_loss(counts) and all(hits <= most for hits, most in zip(counts["hits"], least, strict=True))
-
-
-def count_by_class(predicted: Tensor, y: Tensor, classes: int) -> Counts:
-    """Return how often each class was predicted correctly, occurs and was predicted, over all entries of ``y``."""
-    right = y[predicted == y]
-    return {
-        "hits": torch.bincount(right.flatten(), minlength=classes).tolist(),
-        "support": torch.bincount(y.flatten(), minlength=classes).tolist(),
-        "predicted": torch.bincount(predicted.flatten(), minlength=classes).tolist(),
-    }

@@ -20,7 +20,7 @@ from fedshift.data.checks.quality import check_data, examine, find_errors
 from fedshift.data.checks.survey import survey_splits
 from fedshift.data.columns import Column
 from fedshift.data.digits import digits
-from fedshift.data.federation import ClientData, Federation
+from fedshift.data.federation import Federation
 from fedshift.data.nuclei import nuclei
 from fedshift.data.partition import iid
 from fedshift.data.samples import Samples
@@ -30,26 +30,22 @@ from fedshift.tasks import Regression, Survival
 X, Y, X_TEST, Y_TEST = range(4)
 
 
+def make_clients(draw):
+    """Clients ann and bob: 40 training and 30 test samples each that ``draw`` makes, of classes 0 and 1 in turn."""
+    rng = np.random.default_rng(0)
+    return {name: [part for n in (40, 30) for part in (draw(rng, n), np.arange(n) % 2)] for name in ("ann", "bob")}
+
+
 @pytest.fixture
 def arrays():
-    """Clients ann and bob: 40 training and 30 test images each, none equal, of classes 0 and 1 in turn."""
-    rng = np.random.default_rng(0)
-
-    def some(count):
-        return rng.integers(0, 256, (count, 3, 6, 6)).astype(np.uint8), np.arange(count) % 2
-
-    return {name: [*some(40), *some(30)] for name in ("ann", "bob")}
+    """Images, none equal."""
+    return make_clients(lambda rng, count: rng.integers(0, 256, (count, 3, 6, 6)).astype(np.uint8))
 
 
 @pytest.fixture
 def vectors():
     """The same clients with 40 features, normal with mean 0 and standard deviation 1."""
-    rng = np.random.default_rng(0)
-
-    def some(count):
-        return rng.normal(size=(count, 40)).astype(np.float32), np.arange(count) % 2
-
-    return {name: [*some(40), *some(30)] for name in ("ann", "bob")}
+    return make_clients(lambda rng, count: rng.normal(size=(count, 40)).astype(np.float32))
 
 
 def read(path, target="y", task=None, **sites):
@@ -90,21 +86,18 @@ def test_a_test_image_in_training_data_is_an_error_that_says_where(arrays):
 
 def test_equal_images_of_a_directory_are_named_by_their_files(tmp_path):
     rng = np.random.default_rng(0)
-    for number in range(10):
+    for number in range(4):
         for client in ("ann", "bob"):
-            for part, picture in (("train", number), ("test", number + 50)):
-                file = tmp_path / client / part / f"class-{number % 2}" / f"{picture}.png"
+            for part in ("train", "test"):
+                file = tmp_path / client / part / f"class-{number % 2}" / f"{number}.png"
                 file.parent.mkdir(parents=True, exist_ok=True)
                 Image.fromarray(rng.integers(0, 256, (8, 8), dtype=np.uint8)).save(file)
     copied = tmp_path / "ann" / "train" / "class-1" / "copy.png"
-    copied.write_bytes((tmp_path / "bob" / "test" / "class-1" / "53.png").read_bytes())
+    copied.write_bytes((tmp_path / "bob" / "test" / "class-1" / "3.png").read_bytes())
     data = read_folder(tmp_path)
     for each in (data, data.fit_images(16)):
-        (leak,) = examine(each).findings[:1]
-        assert leak.kind == "leakage"
-        assert list(leak.examples[0]) == [
-            "bob/test/class-1/53.png (test)", "ann/train/class-1/copy.png (train)",
-        ]  # fmt: skip
+        leak = examine(each).findings[0]
+        assert leak.examples == (("bob/test/class-1/3.png (test)", "ann/train/class-1/copy.png (train)"),)
     assert examine(iid(clients=2)(data)).findings[0].examples[0][0].startswith("client-")
 
 
@@ -122,17 +115,15 @@ def test_rows_with_few_numbers_may_be_equal_by_chance(vectors):
     assert "by chance" not in leaking(32).fix
 
 
-@pytest.mark.parametrize("alike", ["object", "memory", "content"])
-def test_a_test_set_that_clients_share_is_no_copy(arrays, alike):
+@pytest.mark.parametrize("copied", [False, True])
+def test_a_test_set_that_clients_share_is_no_copy(arrays, copied):
     data = federation(arrays)
-    test = data.clients[0].test
-    everything = torch.arange(30)
-    own = {
-        "object": lambda: test,
-        "memory": lambda: Samples(x=test.x, y=test.y, rows=everything.clone()),
-        "content": lambda: Samples(x=test.x.clone(), y=test.y.clone()),
-    }[alike]
-    clients = tuple(replace(client, test=own()) for client in data.clients)
+    test, everything = data.clients[0].test, torch.arange(30)
+    x = [test.x.clone() if copied else test.x for _ in data.clients]
+    clients = tuple(
+        replace(client, test=Samples(x=own, y=test.y, rows=everything.clone()))
+        for client, own in zip(data.clients, x, strict=True)
+    )
     kinds = found(replace(data, clients=clients))
     assert list(kinds) == ["common-set"]
     assert (kinds["common-set"].severity, kinds["common-set"].clients) == ("note", ("ann", "bob"))
@@ -142,10 +133,9 @@ def test_a_test_set_that_clients_share_is_no_copy(arrays, alike):
 
 def test_copies_agree_with_a_search_of_all_pairs():
     rng = np.random.default_rng(1)
-    sizes = {"a": (13, 9), "b": (21, 9)}
     parts = {
         name: [array for n in counts for array in (rng.integers(0, 2, (n, 1, 2, 2)), rng.integers(0, 2, n))]
-        for name, counts in sizes.items()
+        for name, counts in {"a": (13, 9), "b": (21, 9)}.items()
     }
     data = federation(parts, classes=2).hold_out(0.3)
     places = [
@@ -191,16 +181,6 @@ def test_values_that_are_no_numbers_are_an_error_and_stay_out_of_the_statistics(
     assert "not-finite" in found(vectors)
 
 
-def test_constant_columns_are_told_apart_by_where_they_are_constant(vectors):
-    for arrays in vectors.values():
-        arrays[X][:, [3, 5]] = 2.5
-    vectors["bob"][X][:, 3] = 2.0  # each client has one value, but not the same
-    kinds = found(vectors)
-    assert "columns 5 (1 of 40)" in kinds["constant"].text
-    assert "ann columns 3 (1 of 40); bob columns 3 (1 of 40)" in kinds["constant-at-client"].text
-    assert [finding.severity for finding in kinds.values()] == ["warning", "note"]
-
-
 def test_findings_on_a_table_name_its_columns(vectors):
     kinds = ("ward", "east", "west", "north")
     columns = (*(Column(name=f"lab {k}") for k in range(37)), Column(name=kinds[0], categories=kinds[1:]))
@@ -208,7 +188,9 @@ def test_findings_on_a_table_name_its_columns(vectors):
         arrays[X][:, [3, 38]] = 2.5
     vectors["bob"][X][:, 7], vectors["bob"][X][:, 6] = 1.0, 1000 * vectors["bob"][X][:, 6]
     vectors["ann"][X_TEST][4, 2], vectors["ann"][X_TEST][5, 9] = -20_000, np.nan
-    texts = {kind: finding.text for kind, finding in found(replace(federation(vectors), columns=columns)).items()}
+    kinds = found(replace(federation(vectors), columns=columns))
+    texts = {kind: finding.text for kind, finding in kinds.items()}
+    assert (kinds["constant"].severity, kinds["constant-at-client"].severity) == ("warning", "note")
     assert "columns 'lab 3', 'ward' = 'west' (2 of 40)" in texts["constant"]
     assert "bob columns 'lab 7' (1 of 40)" in texts["constant-at-client"]
     assert "ann (test) -20,000 in 'lab 2'" in texts["large"]
@@ -263,8 +245,7 @@ def test_findings_come_worst_first_and_pass_through_json(arrays):
     arrays["bob"][Y][:] = 1
     quality = examine(federation(arrays, classes=3))
     severities = [finding.severity for finding in quality.findings]
-    assert severities == sorted(severities, key=["error", "warning", "note"].index)
-    assert set(severities) == {"error", "warning", "note"}
+    assert list(dict.fromkeys(severities)) == ["error", "warning", "note"]
     assert [(each["client"], each["samples"], each["shape"]) for each in quality.splits[:3]] == [
         ("ann", 40, (3, 6, 6)), ("ann", 30, (3, 6, 6)), ("bob", 40, (3, 6, 6)),
     ]  # fmt: skip
@@ -287,39 +268,13 @@ def test_statistics_taken_in_chunks_are_those_of_the_whole(kind, request, monkey
     assert len(np.unique(got.digests, axis=0)) == 37
 
 
-def test_samples_are_read_in_pieces_and_those_in_common_once(arrays, monkeypatch):
-    monkeypatch.setattr("fedshift.data.checks.survey.NUMBERS_AT_ONCE", 10 * 108)
-    sizes = []
-
-    class Watched(Samples):
-        def copy_rows(self, index):
-            taken = super().copy_rows(index)
-            sizes.append(len(taken))
-            return taken
-
-        x = property(lambda self: pytest.fail("copies all samples"))
-
-    data = federation(arrays)
-    clients = tuple(
-        ClientData(
-            name=client.name,
-            train=Watched(x=client.train.x, y=client.train.y, rows=torch.arange(40)),
-            test=Watched(x=data.clients[0].test.x, y=data.clients[0].test.y),
-        )
-        for client in data.clients
-    )
-    examine(replace(data, clients=clients))
-    assert sizes == [10] * (4 + 3 + 4)
-
-
 def test_alike_classes_and_categories_are_found(tiny):
     columns = (Column(name="ward", categories=("h\u00fcndin", "hu\u0308ndin", "x")),)
     classes, categories = judge_names(replace(tiny, class_names=("yes", "no", "Yes "), columns=columns))
     assert (classes.severity, categories.severity) == ("error", "warning")
     assert classes.text.endswith(" or codes of characters: 'yes' and 'Yes '.")
-    assert categories.text.startswith("Categories of 'ward' have names that differ only in case, spaces, zeros or")
+    assert categories.text.startswith("Categories of 'ward' have names that differ only in case, ")
     assert categories.text.endswith(r"'h\xfcndin' and 'hu\u0308ndin'.")
-    assert not examine(replace(tiny, class_names=("yes", "no", "maybe"))).of("error")
 
 
 def test_a_patient_in_two_tables_is_found_though_each_site_scales_its_own(tmp_path):
@@ -390,7 +345,7 @@ def test_numbers_that_mean_something_else_at_one_site_are_found(tmp_path):
 
 def test_a_value_that_flattens_its_column_is_found_and_told_when_a_run_starts(tmp_path):
     draw = np.random.default_rng(0)
-    for column in (draw.normal(60, 10, 200), np.arange(200) % 3, np.ones(200)):
+    for column in (draw.normal(60, 10, 200), np.ones(200)):
         rows = pd.DataFrame({"dose": column.astype(float), "a": draw.normal(size=200), "y": np.arange(200) % 2})
         other = rows.assign(dose=rows["dose"].where(rows.index != 17, 1e38))
         data = read(tmp_path, north=rows, south=other)
@@ -450,9 +405,8 @@ def test_a_column_that_numbers_the_rows_is_found(tmp_path, per_site):
 def test_a_column_that_orders_a_numeric_target_is_found(tmp_path):
     sites = {}
     for site, draw in (("north", np.random.default_rng(0)), ("south", np.random.default_rng(1))):
-        rows = pd.DataFrame({"kg": draw.normal(75, 10, 80), "age": draw.normal(60, 10, 80)})
-        rows["pounds"] = (rows["kg"] * 2.2046).round(1)
-        sites[site] = rows.assign(height=rows["kg"] + draw.normal(100, 5, 80))
+        kg, age, taller = draw.normal(75, 10, 80), draw.normal(60, 10, 80), draw.normal(100, 5, 80)
+        sites[site] = pd.DataFrame({"kg": kg, "age": age, "pounds": (2.2046 * kg).round(1), "height": kg + taller})
     text = found(read(tmp_path, "kg", Regression(), **sites))["leak"].text
     assert re.fullmatch(r".*the target: 'pounds' \(rank correlation with 'kg' of (0\.99\d\d|1\.0000)\)\.", text)
 
@@ -474,11 +428,9 @@ def test_a_column_in_another_unit_at_one_site_is_found(tmp_path, scaling, severi
 
 
 def test_images_on_another_scale_at_one_site_are_found(arrays):
-    assert "apart" not in found(arrays)
     arrays["bob"][X] //= 64
     finding = found(arrays)["apart"]
-    assert finding.clients == ("bob",)
-    assert "bob channel 0: about" in finding.text
+    assert (finding.clients, "bob channel 0: about" in finding.text) == (("bob",), True)
 
 
 def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
@@ -494,7 +446,7 @@ def test_sites_that_number_classes_from_0_and_from_1_are_found(tmp_path):
 def test_inverted_masks_and_swapped_classes_are_found_and_real_masks_are_not():
     real = nuclei()
     assert "swapped-masks" not in found(real)
-    for name in real.names:
+    for name in real.names[:2]:
         clients = tuple(
             each.with_splits({k: split.replace(y=1 - split.y) for k, split in each.splits.items()})
             if each.name == name else each for each in real.clients
@@ -527,22 +479,19 @@ def test_masks_without_foreground_are_noted_and_pixels_counted():
 
 def test_groups_on_two_sides_are_found_at_one_client_and_across_clients(arrays):
     data = federation(arrays)
-    assert not found(data)
     numbers = {"ann": (range(40), range(100, 130)), "bob": (range(200, 240), [*range(300, 328), 5, 5])}
 
-    def give_groups(client, side, shift=0):
-        own = numbers[client.name]
-        splits = {"train": own[0], "test": own[1]}
-        made = {
-            name: Samples(x=split.x, y=split.y, group=torch.tensor(list(splits[name])) + (name == side) * shift)
-            for name, split in client.splits.items()
-        }
-        return client.with_splits(made)
+    def group(shift=0):
+        clients = []
+        for client in data.clients:
+            train, test = map(torch.tensor, map(list, numbers[client.name]))
+            owners = {"train": train, "test": test + shift}
+            splits = {n: Samples(x=s.x, y=s.y, group=owners[n]) for n, s in client.splits.items()}
+            clients.append(client.with_splits(splits))
+        return replace(data, clients=tuple(clients))
 
-    across = found(replace(data, clients=tuple(give_groups(each, "") for each in data.clients)))["groups"]
+    across = found(group())["groups"]
     assert (across.severity, across.samples, across.clients) == ("error", 2, ("bob",))
     assert across.text == "Groups with test samples also have train samples, at any client: 1 of 29 of bob."
-    within = found(replace(data, clients=tuple(give_groups(each, "test", -100) for each in data.clients)))["groups"]
-    assert within.text.endswith("30 of 30 of ann, 28 of 29 of bob.")
-    pooled = iid(clients=2, test="same")(replace(data, clients=tuple(give_groups(each, "") for each in data.clients)))
-    assert "groups" in found(pooled)
+    assert found(group(-100))["groups"].text.endswith("30 of 30 of ann, 28 of 29 of bob.")
+    assert "groups" in found(iid(clients=2, test="same")(group()))

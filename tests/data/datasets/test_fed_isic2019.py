@@ -91,9 +91,8 @@ def test_clean_needs_to_know_the_lesions(published):
 def test_images_without_flamby_s_preprocessing_are_read_and_that_is_said(published):
     raw = published / "ISIC_2019_Training_Input"
     (published / "ISIC_2019_Training_Input_preprocessed").rename(raw)
-    assert fed_isic2019(published.parent, size=4).notices == (
-        f"{raw} holds the images as published, without FLamby's color constancy",
-    )
+    told = f"{raw} holds the images as published, without FLamby's color constancy"
+    assert fed_isic2019(published.parent, size=4).notices[-1] == told
 
 
 @pytest.mark.parametrize(("was", "now"), [("test,test_0", "validation,validation_0"), ("target", "y")])

@@ -1,5 +1,6 @@
 """Pixels of pictures of every kind, against the numbers that a small writer of the test puts into the file."""
 
+import re
 import struct
 import zlib
 
@@ -227,8 +228,10 @@ def test_masks_hold_the_class_numbers_that_were_written(tmp_path, case):
         (png(np.stack([DEEP >> 4] * 3, -1).astype(">u2"), 16, 2), "byte", "has 16 bits with no value above 4095"),
         (png(np.stack([DEEP >> 4, DEEP], -1).astype(">u2"), 16, 4), "byte", "has 16 bits with no value above 4095"),
         (tiff(BYTES), "integer", "has 8-bit pixels, not gray of more than 8 bits"),
-        (tiff(REAL), "real", "or has pixels that Pillow does not read, such as floats of 64 bits"),
-        (tiff(DEEP, photometric=0, order=">"), "integer", "or has pixels that Pillow does not read"),
+        (tiff(REAL), "real", "has floats of 64 bits, which Pillow does not read: save it with 8 or 16 bits"),
+        (tiff(REAL.astype("f2")), "real", "has floats of 16 bits, which Pillow does not read"),
+        (tiff(DEEP, photometric=0, order=">"), "integer", "has whole numbers of 16 bits, which Pillow does not read"),
+        (text(".tif", b"no image"), "byte", "^is not an image in format PNG"),
     ],
 )  # fmt: skip
 def test_pixels_without_a_known_range_are_refused(tmp_path, save, kind, message):
@@ -243,3 +246,18 @@ def test_a_header_says_that_a_picture_is_turned(tmp_path):
         Image.fromarray(COLOR).save(tmp_path / "x.jpg", exif=oriented(value))
         header = read_header(tmp_path / "x.jpg")
         assert (header.turned, header.height) == (value > 1, 5 if value == 6 else 6)
+
+
+@pytest.mark.parametrize(
+    ("case", "changed"),
+    [
+        ("PNG of 16 bits in color", "have 16 bits, of which the upper 8 are read"),
+        ("PNG of 16 bits with alpha", "have 16 bits, of .* read, and may be transparent, and are laid over white"),
+        ("inks", "are in CMYK, made RGB without a color profile"),
+        ("transparent entry", "may be transparent, and are laid over white"),
+        ("PNG of 16 bits", "$"),
+    ],
+)
+def test_a_header_says_how_colors_are_read_otherwise_than_stored(tmp_path, case, changed):
+    CASES[case][0](tmp_path / "x")
+    assert re.match(changed, read_header(next(tmp_path.iterdir())).changed)

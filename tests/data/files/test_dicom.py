@@ -200,7 +200,7 @@ FAULTS = {
     "no position": (on(1, ImagePositionPatient=None), "has the slice 5.dcm, which has no ImagePositionPatient"),
     "frames": (on(1, NumberOfFrames=2), "has the slice 5.dcm, which has several frames or colors"),
     "a segmentation": (on(1, Modality="SEG"), "has the slice 5.dcm, which is a DICOM segmentation"),
-    "cut pixels": (on(1, PixelData=b"ab"), "has the slice 5.dcm, which cannot be read"),
+    "cut pixels": (on(1, PixelData=b"ab"), "has the slice 5.dcm, which is not a DICOM file that can be read"),
 }
 
 

@@ -22,18 +22,20 @@ def lines(*rows: str) -> str:
     return "\n".join(["site,part,a,ill", *rows, ""])
 
 
-def patients() -> pd.DataFrame:
-    """Sixty rows of two sites: a number, text, a label and the side of a split."""
+def write_patients(file, **changed):
+    """Write sixty rows of two sites, with further or other columns; return them."""
     row = np.arange(60)
-    return pd.DataFrame(
-        {
-            "age": row,
-            "site": np.resize(["oslo", "bonn"], 60),
-            "pain": np.resize(["typical", "none at all", "atypical"], 60),
-            "ill": row // 2 % 3,
-            "part": np.repeat(["train", "test"], 30),
-        }
-    )
+    site, pain = np.resize(["oslo", "bonn"], 60), np.resize(["typical", "none at all", "atypical"], 60)
+    columns = {"age": row, "site": site, "pain": pain, "ill": row // 2 % 3, "part": np.repeat(["train", "test"], 30)}
+    frame = pd.DataFrame(columns | changed)
+    frame.to_parquet(file) if file.suffix == ".parquet" else frame.to_csv(file, index=False)
+    return frame
+
+
+def refuse(path, reading=READING) -> str:
+    with pytest.raises(UsageError) as refused:
+        read_source(path, reading)
+    return str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ def patients() -> pd.DataFrame:
             "column 'a' has numbers whose commas and points may mean two things, such as '1,5', '1.25': write all",
         ),
         (lines(*ROWS, "x,train,\xff,0").encode("latin-1"), "{file} cannot be read as a table"),
+        ("größe,y\n1,0\n2,1\n".encode("latin-1"), "{file} cannot be read as a table"),
         (lines(*ROWS).encode("utf-16"), "{file} cannot be read as a table"),
         ("site,part,ill\nx,train,0\n", "{file} has no column except ill, site, part: a table needs features"),
         (lines(*ROWS, ",train,1,0", "x,train,1,1", ",test,1,1"), "{file}, data rows 5, 7: no value in column 'site'"),
@@ -57,8 +60,6 @@ def patients() -> pd.DataFrame:
         (lines(*ROWS, "x,,1,1"), "{file}, data row 5: no value in column 'part'"),
         (lines(*ROWS, "x,trial,1,1"), "{file}, data row 5: 'trial' in column 'part', the split of rows"),
         (lines(*ROWS, "x,train,-inf,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
-        (lines(*ROWS, "x,train,1e39,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
-        (lines(*ROWS, "y,train,1,1"), "client 'y' has no sample for test among its 1"),
         (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no sample for test among its 2: its parts must give it"),
         (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no sample for train among its 2"),
         (
@@ -90,9 +91,7 @@ def patients() -> pd.DataFrame:
 def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said):
     file = tmp_path / "t.csv"
     file.write_bytes(content if isinstance(content, bytes) else content.encode())
-    with pytest.raises(UsageError) as refused:
-        read_source(file, READING)
-    assert said.format(file=file) in str(refused.value)
+    assert said.format(file=file) in refuse(file)
 
 
 @pytest.mark.parametrize(
@@ -107,137 +106,92 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
         ({"ignore_columns": "age, ill"}, "column 'ill' is named for 2 purposes"),
         ({"ignore_columns": "pains"}, "unknown column 'pains': did you mean 'pain'?"),
         ({"ignore_columns": "age,pain"}, "has no column except ill, site, part, age, pain: a table needs features"),
-        ({"client_column": None}, "say which column holds the client of each row (client_column), or give a direct"),
+        ({"client_column": None}, "holds the client of each row (client_column), or give a directory with a file for"),
         ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
         ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
         ({"split_column": None, "groups": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
-        ({"domains": ("olso",)}, "unknown client 'olso': did you mean 'oslo'? allowed are bonn, oslo"),
+        ({"split_column": None, "groups": "site"}, "column 'site' is named for 2 purposes"),
     ],
 )
 def test_a_choice_that_does_not_fit_the_table_is_refused(tmp_path, changed, said):
-    patients().to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(UsageError) as refused:
-        read_source(tmp_path / "t.csv", replace(READING, **changed))
-    assert said in str(refused.value)
-
-
-def test_a_likely_target_is_suggested_and_never_assumed(tmp_path):
-    patients().rename(columns={"ill": "Label"}).to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(UsageError, match=r"say which column holds the label \(target\); perhaps 'Label'; columns"):
-        read_source(tmp_path / "t.csv", replace(READING, target=None))
+    write_patients(tmp_path / "t.csv")
+    assert said in refuse(tmp_path / "t.csv", replace(READING, **changed))
 
 
 def test_clients_of_one_group_or_of_single_rows_of_classes_cannot_be_split(tmp_path):
-    patients().assign(person="p").to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(
-        UsageError, match=r"client 'bonn' has no sample for test among its 30: its samples are all of one gro"
-    ):
-        read_source(tmp_path / "t.csv", replace(READING, split_column=None, groups="person"))
-    patients()[:6].to_csv(tmp_path / "t.csv", index=False)
-    with pytest.raises(
-        UsageError, match=r"client 'bonn' has no sample for test among its 3: it has one sample of each class"
-    ):
-        read_source(tmp_path / "t.csv", replace(READING, split_column=None))
+    drawn, file = replace(READING, split_column=None), tmp_path / "t.csv"
+    frame = write_patients(file, person="p")
+    said = "client 'bonn' has no sample for test among its "
+    assert f"{said}30: its samples are all of one group" in refuse(file, replace(drawn, groups="person"))
+    frame[:6].to_csv(file, index=False)
+    assert f"{said}3: it has one sample of each class" in refuse(file, drawn)
 
 
 @pytest.mark.parametrize(
-    ("column", "said"),
+    ("name", "column", "said"),
     [
-        (pa.array([0] * 60, pa.timestamp("us")), "column 'extra' holds dates or times (timestamp[us] in "),
-        (pa.array([[1, 2]] * 60), "column 'extra' holds list<"),
-        (pa.array([b"x"] * 60), "column 'extra' holds binary, neither numbers nor text"),
+        ("extra", pa.array([0] * 60, pa.timestamp("us")), "column 'extra' holds dates or times (timestamp[us] in "),
+        ("extra", pa.array([[1, 2]] * 60), "column 'extra' holds list<"),
+        ("extra", pa.array([b"x"] * 60), "column 'extra' holds binary, neither numbers nor text"),
+        ("ill", pa.array([[0], [1]] * 30), "t.parquet: column 'ill' holds list<element: int64>: give it one value a"),
+        ("__index_level_0__", pa.array(range(60)), "column 6 has no name ('__index_level_0__')"),
     ],
 )
-def test_types_of_parquet_that_are_no_features_are_refused(tmp_path, column, said):
-    table = pa.Table.from_pandas(patients(), preserve_index=False).append_column("extra", column)
-    pq.write_table(table, tmp_path / "t.parquet")
-    with pytest.raises(UsageError) as refused:
-        read_source(tmp_path / "t.parquet", READING)
-    assert said in str(refused.value)
+def test_types_of_parquet_that_have_no_role_and_damaged_files_are_refused(tmp_path, name, column, said):
+    file = tmp_path / "t.parquet"
+    table = pa.Table.from_pandas(write_patients(file), preserve_index=False)
+    kept = table.drop_columns(name) if name in table.column_names else table
+    pq.write_table(kept.append_column(name, column), file)
+    assert said in refuse(file)
+    file.write_bytes(file.read_bytes()[:-100])
+    assert f"{file} cannot be read as a table" in refuse(file)
 
 
 def test_rows_are_counted_within_their_file(tmp_path):
     (tmp_path / "1.csv").write_text(lines(*ROWS))
     (tmp_path / "2.csv").write_text(lines(ROWS[0], "x,train,1,", ROWS[1], "x,test,2,"))
     (tmp_path / "3.csv").write_text(lines("x,train,1,"))
-    with pytest.raises(UsageError, match=r"2.csv, data rows 2, 4: no value in column 'ill'"):
-        read_source(tmp_path, READING)
-
-
-def test_lists_as_labels_are_refused(tmp_path):
-    table = pa.table({"site": ["x"] * 4, "part": ["train", "test"] * 2, "a": [1, 2, 3, 4], "ill": [[0], [1]] * 2})
-    pq.write_table(table, tmp_path / "t.parquet")
-    with pytest.raises(UsageError, match=r"t.parquet: column 'ill' holds list<.*: give it one value a row"):
-        read_source(tmp_path / "t.parquet", READING)
-
-
-def test_an_index_of_pandas_and_a_damaged_file_are_refused_in_parquet(tmp_path):
-    file = tmp_path / "t.parquet"
-    patients().set_index(np.arange(60) ** 2).to_parquet(file)
-    with pytest.raises(UsageError, match=r"column 6 has no name \('__index_level_0__'\)"):
-        read_source(file, READING)
-    file.write_bytes(file.read_bytes()[:-100])
-    with pytest.raises(UsageError, match=r"t.parquet cannot be read as a table"):
-        read_source(file, READING)
+    assert "2.csv, data rows 2, 4: no value in column 'ill'" in refuse(tmp_path)
 
 
 def test_a_small_file_with_more_rows_than_data_have_is_refused_before_they_are_read(tmp_path, monkeypatch):
     file = tmp_path / "t.parquet"
     columns = {"site": ["x"], "part": ["train"], "a": [1], "ill": [0]}
-    pq.write_table(pa.table({name: values * 10**6 for name, values in columns.items()}), file)
-    assert file.stat().st_size < 20_000  # a value that repeats is stored once
-    monkeypatch.setattr(files, "UNSUSPECTED", 2**20)
+    pq.write_table(pa.table({name: values * 10**5 for name, values in columns.items()}), file)
+    monkeypatch.setattr(files, "UNSUSPECTED", 2**18)
     monkeypatch.setattr(tables.pq, "read_table", None)
-    with pytest.raises(UsageError, match=r"t.parquet would unpack to 0.0 GB, \d+ times its size: no data do"):
-        read_source(file, READING)
+    assert "t.parquet would unpack to 0.0 GB, " in refuse(file)  # a value that repeats is stored once
     monkeypatch.setattr(files, "UNSUSPECTED", 2**30)
-    monkeypatch.setattr(files, "available_memory", lambda: 1e6)
-    with pytest.raises(UsageError, match=r"t.parquet holds 0.0 GB, and 0.0 GB of memory are free"):
-        read_source(file, READING)
+    monkeypatch.setattr(files, "available_memory", lambda: 1e5)
+    assert "t.parquet holds 0.0 GB, and 0.0 GB of memory are free" in refuse(file)
 
 
 def test_directories_whose_files_do_not_fit_together_are_refused(tmp_path):
-    frame = patients().drop(columns="site")
     reading = replace(READING, client_column=None)
     a, b, twin = tmp_path / "a.csv", tmp_path / "b.parquet", tmp_path / "b.csv"
-
-    def refusal() -> str:
-        with pytest.raises(UsageError) as refused:
-            read_source(tmp_path, reading)
-        return str(refused.value)
-
-    def out(column: str) -> str:
-        return f"all files need the same columns; rename it, or leave it out (ignore_columns={column!r})"
-
-    assert f"{tmp_path} holds no data" in refusal()
-    frame.to_csv(a, index=False)
-    assert f"{a} is a single table: say which column holds the client" in refusal()
+    alike = "all files need the same columns; rename it, or leave it out (ignore_columns={!r})"
+    assert f"{tmp_path} holds no data" in refuse(tmp_path, reading)
+    frame = write_patients(a)
+    assert f"{a} is a single table: say which column holds the client" in refuse(tmp_path, reading)
     frame.drop(columns="pain").to_parquet(b)
-    assert refusal() == f"{b} has no column 'pain', which {a} has: {out('pain')}"
+    assert refuse(tmp_path, reading) == f"{b} has no column 'pain', which {a} has: {alike.format('pain')}"
     frame.assign(extra=1).to_parquet(b)
-    assert refusal() == f"{a} has no column 'extra', which {b} has: {out('extra')}"
+    assert refuse(tmp_path, reading) == f"{a} has no column 'extra', which {b} has: {alike.format('extra')}"
     frame.assign(pain=7).to_parquet(b)
-    assert refusal() == (
+    assert refuse(tmp_path, replace(reading, ignore_columns="site")) == (
         f"{a}, data row 1: column 'pain' holds text such as 'typical', 'none at all', 'atypical' here and numbers in "
         "another file: give it one type"
     )
     frame.to_csv(twin, index=False)
-    assert refusal() == f"{twin} and {b} are both of client 'b': keep one"
+    assert refuse(tmp_path, reading) == f"{twin} and {b} are both of client 'b': keep one"
 
 
-def test_text_among_numbers_is_found_by_its_row_in_the_file(tmp_path, monkeypatch):
-    """Rows are counted over batches and over rows of clients that are left out."""
-    frame = patients().assign(age=lambda f: f["age"].astype(str))
-    frame.loc[[40, 53, 57], "age"] = "ttext"  # 40: of oslo; 53 and 57: of bonn
-    frame = pd.concat([frame, frame.assign(age=1000 + np.arange(60))]).assign(age=lambda f: f["age"].astype(str))
-    frame.to_parquet(tmp_path / "t.parquet", index=False)
-    for domains, row in ((None, 41), (("bonn",), 54)):
-        with pytest.raises(UsageError) as refused:
-            read_source(tmp_path / "t.parquet", replace(READING, domains=domains))
-        assert str(refused.value).startswith(f"{tmp_path / 't.parquet'}, data row {row}: column 'age' holds text")
-
-
-def test_column_names_in_another_encoding_are_refused_by_name_of_the_file(tmp_path):
-    (tmp_path / "a.csv").write_bytes("größe,y\n1,0\n2,1\n".encode("latin-1"))
-    with pytest.raises(UsageError, match=r"a\.csv"):
-        read_source(tmp_path, ReadOptions(target="y"))
+@pytest.mark.parametrize(("domains", "row"), [(None, 41), (("bonn",), 54)])
+def test_text_among_numbers_is_found_by_its_row_in_the_file(tmp_path, domains, row):
+    """Rows are counted over rows of clients that are left out."""
+    age = np.arange(60).astype(object)
+    age[[40, 53, 57]] = "ttext"  # 40: of oslo; 53 and 57: of bonn
+    frame = write_patients(tmp_path / "t.csv", age=age)
+    pd.concat([frame, frame.assign(age=1000 + np.arange(60))]).to_csv(tmp_path / "t.csv", index=False)
+    said = refuse(tmp_path / "t.csv", replace(READING, domains=domains))
+    assert said.startswith(f"{tmp_path / 't.csv'}, data row {row}: column 'age' holds text")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import tomllib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,14 @@ _FACTS = tomllib.loads(Path(__file__).with_name("cards.toml").read_text(encoding
 
 @dataclass(frozen=True, kw_only=True)
 class Remote:
-    """A file at its publisher: ``name`` relative to the benchmark's folder, and published checksums (None if none)."""
+    """A file at its publisher: ``name`` relative to the benchmark's folder, and ``checksum``.
+
+    A published checksum is ``md5:`` or ``sha256:`` with hexadecimal digits; empty: none is published.
+    """
 
     url: str
     name: str
-    md5: str | None = None
-    sha256: str | None = None
-    size: int | None = None
+    checksum: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +38,7 @@ class Card:
         layout: Expected files, in words.
         find: Function that returns the files in a folder, or None if any is missing.
         lacks: Function that returns the benchmark's arguments that the available files do not support.
-        remotes: Files that can be downloaded without an account.
+        remotes: Files that can be downloaded without an account; in ``cards.toml``, checksums by address.
         generated: Whether fedshift generates or includes the data, so that no file is needed.
 
     """
@@ -54,6 +55,10 @@ class Card:
     lacks: Callable[[Any], frozenset[str]] = field(default=lambda _: frozenset())
     remotes: tuple[Remote, ...] = ()
     generated: bool = False
+
+    def move_remotes(self, folder: str) -> list[Remote]:
+        """Return the remotes in ``folder`` of another benchmark."""
+        return [replace(remote, name=f"{folder}/{remote.name}") for remote in self.remotes]
 
     def present(self, name: str, root: Path | None, arguments: frozenset[str] = frozenset()) -> bool:
         """Return whether files of benchmark ``name`` that support ``arguments`` are under ``root``."""
@@ -79,8 +84,9 @@ class Card:
 def make_card(name: str, *, remotes: Iterable[Remote] = (), **functions: Any) -> Card:
     """Return the card of benchmark ``name``: its facts in ``cards.toml``, ``functions`` and further ``remotes``."""
     facts = dict(_FACTS[name])
-    own = (Remote(**remote) for remote in facts.pop("remotes", ()))
-    return Card(clients=tuple(facts.pop("clients")), remotes=(*own, *remotes), **facts, **functions)
+    published = facts.pop("remotes", {}).items()
+    files = (Remote(url=url, name=url.rpartition("/")[2], checksum=checksum) for url, checksum in published)
+    return Card(clients=tuple(facts.pop("clients")), remotes=(*files, *remotes), **facts, **functions)
 
 
 def get_card(loader: Callable[..., Any]) -> Card:

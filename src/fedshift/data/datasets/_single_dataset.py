@@ -24,36 +24,40 @@ Arrays = tuple[ArrayLike, ArrayLike]
 """Samples and labels."""
 
 DIGITS = tuple("0123456789")
+IDX_FILES = tuple(
+    f"{end}-ubyte" for end in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
+)
+"""MNIST's four files. Fashion-MNIST's and Morpho-MNIST's have the same names, which only a directory distinguishes."""
 
 
 def make_single_card(
     name: str,
     read: Callable[..., TrainAndTest],
-    *layouts: Sequence[tuple[str, ...]],
+    files: Sequence[str],
+    *,
     named: bool = False,
     remotes: Iterable[Remote] = (),
 ) -> Card:
-    """Return the card of a data set whose files ``read`` takes, with further ``remotes``.
+    """Return the card of a data set whose ``files`` ``read`` takes, with further ``remotes``.
 
-    ``layouts``: possible names of each file. Files are all in a folder, or in a directory of it with the data set's
-    name; ``named``: only there. ``<name>.npz`` with x_train, y_train, x_test and y_test, as Keras distributes MNIST,
-    takes their place.
+    Files are all in a folder, or in a directory of it with the data set's name; ``named``: only there. ``<name>.npz``
+    with x_train, y_train, x_test and y_test, as Keras distributes MNIST, takes their place.
     """
 
     def find(folder: Path) -> Reader | None:
         for home in (*([] if named else [folder]), *find_directories(folder, name)):
-            for names in layouts:
-                if files := find_files(home, names):
-                    return partial(read, *files)
-        packed = find_files(folder, [(f"{name}.npz", f"{name.replace('-', '_')}.npz")])
-        return partial(_read_packed, *packed) if packed else None
+            if paths := find_files(home, files):
+                return partial(read, *paths)
+        packed = (folder / f"{spelled}.npz" for spelled in (name, name.replace("-", "_")))
+        return next((partial(_read_packed, file) for file in packed if file.is_file()), None)
 
     return make_card(name, find=find, remotes=remotes)
 
 
-def find_files(home: Path, names: Sequence[tuple[str, ...]]) -> list[Path]:
-    """Return the first existing file of each of ``names`` in ``home``; empty unless all exist."""
-    files = [file for several in names for file in [home / name for name in several if (home / name).is_file()][:1]]
+def find_files(home: Path, names: Sequence[str]) -> list[Path]:
+    """Return the files ``names`` in ``home``, plain or packed; empty unless all exist."""
+    spelled = ([home / f"{name}{suffix}" for suffix in ("", ".gz", ".bz2")] for name in names)
+    files = [file for several in spelled for file in list(filter(Path.is_file, several))[:1]]
     return files if len(files) == len(names) else []
 
 
@@ -68,14 +72,14 @@ def find_directories(folder: Path, name: str) -> Iterator[Path]:
             yield from (place, place / "raw")
 
 
-def load_single(name: str, root: Path, card: Card, class_names: tuple[str, ...] = DIGITS) -> Federation:
-    """Return the data set as a federation of one client; raise :class:`UsageError` if its files are not found."""
-    train, test = card.locate(name, root)()
-    return make_one_client(name, train, test, card, class_names)
+def load_single(
+    name: str, root: Path, card: Card, class_names: tuple[str, ...] = DIGITS, splits: TrainAndTest | None = None
+) -> Federation:
+    """Return the data set as a federation of one client; raise :class:`UsageError` if its files are not found.
 
-
-def make_one_client(name: str, train: Samples, test: Samples, card: Card, class_names: tuple[str, ...]) -> Federation:
-    """Return the checked federation of one client with these samples."""
+    ``splits``: its samples, if they are read already.
+    """
+    train, test = splits or card.locate(name, root)()
     client = ClientData(name=name, train=train, test=test)
     note = f"{card.title}: {len(train)} training and {len(test)} test images"
     return Federation(name=name, clients=(client,), classes=card.classes, note=note, class_names=class_names).check()
@@ -89,13 +93,6 @@ def make_splits(train: Arrays, test: Arrays, where: Path) -> TrainAndTest:
 def read_pair(read: Callable[[Path], Arrays]) -> Callable[[Path, Path], TrainAndTest]:
     """Return a reader for a training file and a test file, which reads each with ``read``."""
     return lambda train, test: make_splits(read(train), read(test), train)
-
-
-IDX_FILES = [
-    (f"{end}-ubyte", f"{end}-ubyte.gz")
-    for end in ("train-images-idx3", "train-labels-idx1", "t10k-images-idx3", "t10k-labels-idx1")
-]
-"""MNIST's four files. Fashion-MNIST's and Morpho-MNIST's have the same names, which only a directory distinguishes."""
 
 
 def read_idx_files(x_train: Path, y_train: Path, x_test: Path, y_test: Path) -> TrainAndTest:

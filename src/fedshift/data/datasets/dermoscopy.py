@@ -5,27 +5,26 @@ In addition to the published images, compact files of the four sources with imag
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import itemgetter
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import pandas as pd
 import torch
 from numpy.typing import NDArray
 
+from ...tasks import CLASSIFICATION
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
-from ..federation import ClientData, Federation
+from ..federation import Federation
 from ..formats import read_csv, read_npz
-from ..groups import number_groups
 from ..partition import split_stratified
 from ..preparation import IMAGENET
-from ..samples import Samples
-from ..source import Progress
+from ..source import Array, Decoded, Progress, Source, list_rows
 from ._card import make_card, require_choices
-from ._file_lists import COLUMNS, read_listed
+from ._file_lists import COLUMNS, assemble_listed, read_listed
 
 _SITES = ("vidir_molemax", "vidir_modern", "rosendahl", "vienna_dias")
 """HAM10000's four sources by their names in its metadata, ordered by their numbers in Fed-ISIC2019 (1, 2, 3, 5)."""
@@ -40,16 +39,8 @@ _FLAMBY_LISTS = ("train_test_split", "train_test_split.csv", "train_test_folds.c
 _ISIC_IMAGES = ("ISIC_2019_Training_Input_preprocessed", "ISIC_2019_Training_Input")
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Published:
-    """A folder of images, and the table that lists them."""
-
-    images: Path
-    table: Path
-
-
-_Found = _Published | dict[str, Path]
-"""What is published, or the compact file of each site."""
+_Found = tuple[Path, Path] | dict[str, Path]
+"""A folder of published images and the table that lists them, or the compact file of each site."""
 
 
 def _find_file(folder: Path, names: tuple[str, ...]) -> Path | None:
@@ -68,7 +59,7 @@ def _find_compact(folder: Path) -> dict[str, Path] | None:
 def _find_ham(folder: Path) -> _Found | None:
     table = _find_file(folder, _HAM_METADATA)
     if table is not None and next(folder.rglob("ISIC_*.jpg"), None) is not None:
-        return _Published(table=table, images=folder)
+        return folder, table
     return _find_compact(folder)
 
 
@@ -76,7 +67,7 @@ def _find_isic(folder: Path) -> _Found | None:
     table = _find_file(folder, _FLAMBY_LISTS)
     images = next((folder / name for name in _ISIC_IMAGES if (folder / name).is_dir()), None)
     if table is not None and images is not None:
-        return _Published(table=table, images=images)
+        return images, table
     return _find_compact(folder)
 
 
@@ -123,23 +114,21 @@ def ham10000(
         raise UsageError(f"test_fraction={test_fraction:g}: must lie between 0 and 1")
     _check_size(size)
     found: _Found = HAM10000.locate("ham10000", root)
-    images, pixels = _read_compact(found, "dx") if isinstance(found, dict) else (_read_ham_table(found), torch.empty(0))
+    images, pixels = (
+        _read_compact(found, "dx") if isinstance(found, dict) else (_read_ham_table(*found), torch.empty(0))
+    )
     if by == "site" and "" in set(images["site"]):
         raise UsageError("by='site': HAM10000_metadata has no column 'dataset', which names the site; use by='one'")
     tested = _draw_ham_test(images, by_lesion, test_fraction, seed)
     images["part"] = np.where(tested, "test", "train")
     images["client"] = images["site"] if by == "site" else "ham10000"
     if by_lesion:
-        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
+        images["group"] = images["lesion"]
     images = images.sort_values("part", ascending=False, kind="stable")
     clients = {name: images[images["client"] == name] for name in sorted(set(images["client"]))}
     note = f"HAM10000, {'lesions' if by_lesion else 'images'} split at random, {test_fraction:g} for testing"
-    if isinstance(found, dict):
-        return _join_compact("ham10000", pixels, clients, _HAM_CLASSES, note, size)
-    return read_listed(
-        found.images, clients, name="ham10000", class_names=_HAM_CLASSES, size=size or _HAM_SIZE, note=note,
-        progress=progress,
-    )  # fmt: skip
+    facts = {"name": "ham10000", "class_names": _HAM_CLASSES, "note": note}
+    return _read(found, pixels, clients, size, _HAM_SIZE, progress, **facts)
 
 
 def fed_isic2019(
@@ -171,29 +160,25 @@ def fed_isic2019(
     """
     _check_size(size)
     found: _Found = FED_ISIC2019.locate("fed-isic2019", root)
-    images, pixels = _read_compact(found, "y") if isinstance(found, dict) else (_list_isic(found), torch.empty(0))
+    images, pixels = _read_compact(found, "y") if isinstance(found, dict) else (_list_isic(found[1]), torch.empty(0))
     if clean and "lesion" not in images:
         raise UsageError(
             f"clean=True needs HAM10000_metadata and {_ISIC_METADATA} next to FLamby's list, which name the lesions: "
             "get them from https://doi.org/10.7910/DVN/DBW86T and https://challenge.isic-archive.com/data/#2019"
         )
     if "lesion" in images:
-        images["group"] = number_groups(images["lesion"].fillna("").tolist()).numpy()
+        images["group"] = images["lesion"]
     images = _drop_tested_lesions(images) if clean else images
-    clients = {site: images[images["site"] == site] for site in (found if isinstance(found, dict) else _CENTERS)}
-    cleaned = ", without training images of lesions that are in test data" if clean else ""
-    note, notices = f"Fed-ISIC2019, FLamby's split{cleaned}", list[str]()
+    sites = found if isinstance(found, dict) else _CENTERS
+    clients = {site: images[images["site"] == site] for site in sites}
+    note = f"Fed-ISIC2019, FLamby's split{', without training images of lesions that are in test data' * clean}"
+    facts = {"name": "fed-isic2019", "class_names": _ISIC_CLASSES, "note": note}
+    data, told = _read(found, pixels, clients, size, 224, progress, **facts), ""
     if isinstance(found, dict):
-        data = _join_compact("fed-isic2019", pixels, clients, _ISIC_CLASSES, note, size)
-        notices.append("these files have four centers of the six: bcn and msk are not in them")
-    else:
-        data = read_listed(
-            found.images, clients, name="fed-isic2019", class_names=_ISIC_CLASSES, size=size or 224, note=note,
-            progress=progress,
-        )  # fmt: skip
-        if found.images.name == _ISIC_IMAGES[1]:
-            notices.append(f"{found.images} holds the images as published, without FLamby's color constancy")
-    return replace(data, notices=tuple(notices)).normalize(IMAGENET)
+        told = "these files have four centers of the six: bcn and msk are not in them"
+    elif found[0].name == _ISIC_IMAGES[1]:
+        told = f"{found[0]} holds the images as published, without FLamby's color constancy"
+    return replace(data, notices=(*data.notices, *filter(None, [told]))).normalize(IMAGENET)
 
 
 def _check_size(size: int | None) -> None:
@@ -201,21 +186,22 @@ def _check_size(size: int | None) -> None:
         raise UsageError(f"size={size} pixels: must be at least 1")
 
 
-def _join_compact(
-    name: str, x: torch.Tensor, clients: dict[str, pd.DataFrame], classes: tuple[str, ...], note: str, size: int | None
-) -> Federation:
-    """Return the federation of clients whose images are the rows of ``x`` given by the index of their tables."""
-    data = []
-    for client, own in clients.items():
-        splits = {}
-        for part in ("train", "test"):
-            listed = own[own["part"] == part]
-            group = torch.tensor(listed["group"].to_numpy()) if "group" in listed else None
-            y, rows = torch.tensor(listed["label"].to_numpy()), torch.tensor(listed.index.to_numpy())
-            splits[part] = Samples(x=x, y=y, rows=rows, group=group)
-        data.append(ClientData.from_splits(client, splits))
-    joined = Federation(name=name, clients=tuple(data), classes=len(classes), note=note, class_names=classes)
-    return joined if size is None else joined.fit_images(size)
+def _read(
+    found: _Found, pixels: torch.Tensor, clients: dict[str, pd.DataFrame], size: int | None,
+    usual: int | tuple[int, int], progress: Progress | None, **facts: Any,
+) -> Federation:  # fmt: skip
+    """Return the federation of clients whose images are files, or the rows of ``pixels`` that their tables number."""
+    if isinstance(found, tuple):
+        return read_listed(found[0], clients, size=size or usual, progress=progress, **facts)
+    y = torch.tensor(pd.concat(clients.values())["label"].reindex(range(len(pixels)), fill_value=0).to_numpy())
+    rows = [list_rows(name, 0, len(own), split=own["part"].tolist(), place=own.index) for name, own in clients.items()]
+    source = Source(
+        rows=pd.concat(rows, ignore_index=True), arrays=(Array(where=facts["name"], y=y),),
+        decode=lambda _: Decoded(stores=[pixels]), task=CLASSIFICATION, classes=len(facts["class_names"]),
+        classes_checked=True, **facts,
+    )  # fmt: skip
+    data = assemble_listed(source, clients)
+    return data if size is None else data.fit_images(size)
 
 
 def _draw_ham_test(images: pd.DataFrame, by_lesion: bool, fraction: float, seed: int) -> NDArray[np.bool_]:
@@ -237,28 +223,27 @@ def _drop_tested_lesions(images: pd.DataFrame) -> pd.DataFrame:
     return images[test | ~images["lesion"].isin(images["lesion"][test].dropna())]
 
 
-def _read_ham_table(found: _Published) -> pd.DataFrame:
-    """Return the images in the table, with paths relative to ``found.images``."""
-    there = {file.stem: file.relative_to(found.images).as_posix() for file in sorted(found.images.rglob("ISIC_*.jpg"))}
+def _read_ham_table(folder: Path, table: Path) -> pd.DataFrame:
+    """Return the images in the table, with paths relative to ``folder``."""
+    there = {file.stem: file.relative_to(folder).as_posix() for file in sorted(folder.rglob("ISIC_*.jpg"))}
     rows = read_csv(
-        found.table,
+        table,
         "a table of images",
         lambda row: (row["image_id"], _HAM_CLASSES.index(row["dx"]), row["lesion_id"], row.get("dataset", "")),
     )
     missing = [name for name, *_ in rows if name not in there]
     if missing:
         raise UsageError(
-            f"{len(missing)} of {len(rows)} images that {found.table} names are not below {found.images}, first "
+            f"{len(missing)} of {len(rows)} images that {table} names are not below {folder}, first "
             f"{missing[0]}.jpg: unpack both archives of images there"
         )
     return pd.DataFrame([(there[name], *facts) for name, *facts in rows], columns=["path", "label", "lesion", "site"])
 
 
-def _list_isic(found: _Published) -> pd.DataFrame:
+def _list_isic(table: Path) -> pd.DataFrame:
     """Return the images, with the lesion of those whose source names it if both tables of lesions exist."""
-    images = pd.DataFrame(read_csv(found.table, "FLamby's list", _read_isic_row), columns=[*COLUMNS, "site"])
-    folder = found.table.parent
-    ham, isic = _find_file(folder, _HAM_METADATA), folder / _ISIC_METADATA
+    images = pd.DataFrame(read_csv(table, "FLamby's list", _read_isic_row), columns=[*COLUMNS, "site"])
+    ham, isic = _find_file(table.parent, _HAM_METADATA), table.parent / _ISIC_METADATA
     if ham is not None and isic.is_file():
         lesions: dict[str, str] = {}
         for file, image in ((isic, "image"), (ham, "image_id")):

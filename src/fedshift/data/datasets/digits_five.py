@@ -11,7 +11,6 @@ publishers' files; MNIST-M must then be the remake of 70,000 digits that they us
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -55,12 +54,12 @@ def _find_home(domain: str, folder: Path) -> Path | None:
 CARD = make_card(
     "digits-five",
     find=lambda folder: folder if all(_find_home(domain, folder) for domain in _SOURCES) else None,
-    remotes=tuple(
-        replace(remote, name=f"{domain}/{remote.name}")
+    remotes=[
+        remote
         for domain, (_, card, _) in _SOURCES.items()
-        for remote in card.remotes
-        if "/" not in remote.name  # the MNIST files that MNIST-M needs are already listed
-    ),
+        for remote in card.move_remotes(domain)
+        if remote.name.count("/") == 1  # the MNIST files that MNIST-M needs are already listed
+    ],
 )
 
 

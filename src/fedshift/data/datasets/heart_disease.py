@@ -48,7 +48,7 @@ def _find(folder: Path) -> Path | dict[str, Path] | None:
 
 
 CARD = make_card("heart-disease", find=_find)
-FED_HEART_DISEASE = make_card("fed-heart-disease", find=_find)
+FED_HEART_DISEASE = make_card("fed-heart-disease", find=_find, remotes=CARD.remotes)
 
 
 def heart_disease(root: Path, *, test_fraction: float = 0.34, seed: int = 0) -> Federation:

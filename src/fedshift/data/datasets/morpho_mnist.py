@@ -8,7 +8,6 @@ Otherwise, images are made from MNIST (:mod:`._morphology`), which takes about t
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -49,9 +48,7 @@ def _find(folder: Path) -> dict[str, Reader] | None:
     return found if "mnist" in found or set(_DOMAINS) <= set(found) else None
 
 
-CARD = make_card(
-    "morpho-mnist", find=_find, remotes=tuple(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes)
-)
+CARD = make_card("morpho-mnist", find=_find, remotes=MNIST.move_remotes("mnist"))
 
 
 def morpho_mnist(

@@ -6,7 +6,6 @@ Each has a card, which finds the files that its publisher distributes or one ``.
 from __future__ import annotations
 
 import tarfile
-from dataclasses import replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -25,12 +24,11 @@ from ._single_dataset import (
     Arrays,
     TrainAndTest,
     load_single,
-    make_one_client,
     make_single_card,
     make_splits,
     read_idx_files,
     read_pair,
-)
+)  # fmt: skip
 
 _CLOTHING = (
     "T-shirt/top", "Trouser", "Pullover", "Dress", "Coat", "Sandal", "Shirt", "Sneaker", "Bag", "Ankle boot",
@@ -59,10 +57,10 @@ def fashion_mnist(root: Path) -> Federation:
     return load_single("fashion-mnist", root, FASHION_MNIST, _CLOTHING)
 
 
-SVHN = make_single_card("svhn", read_pair(read_digits_mat), [("train_32x32.mat",), ("test_32x32.mat",)])
+SVHN = make_single_card("svhn", read_pair(read_digits_mat), ("train_32x32.mat", "test_32x32.mat"))
 
 SYNTHDIGITS = make_single_card(
-    "synthdigits", read_pair(read_digits_mat), [("synth_train_32x32.mat",), ("synth_test_32x32.mat",)]
+    "synthdigits", read_pair(read_digits_mat), ("synth_train_32x32.mat", "synth_test_32x32.mat")
 )
 
 
@@ -89,7 +87,7 @@ def _read_usps(file: Path) -> Arrays:
     return ((x.astype(np.float32) + 1) / 2 * 255).astype(np.uint8).reshape(-1, 16, 16), y - 1
 
 
-USPS = make_single_card("usps", read_pair(_read_usps), [("usps.bz2", "usps"), ("usps.t.bz2", "usps.t")])
+USPS = make_single_card("usps", read_pair(_read_usps), ("usps", "usps.t"))
 
 
 def usps(root: Path) -> Federation:
@@ -108,9 +106,6 @@ def _read_mnistm(file: Path) -> TrainAndTest:
         x_train, x_test = content["train"], content["test"]
         held_out = content.get("valid", x_train[:0])
         x_train = np.concatenate([x_train, held_out])
-        if "train_label" in content:
-            y_train = np.concatenate([content["train_label"], content.get("valid_label", [])])
-            return make_splits((x_train, y_train), (x_test, content["test_label"]), file)
         for folder in (file.parent, file.parent.parent):
             if MNIST.present("mnist", folder):
                 train, test = MNIST.locate("mnist", folder)()
@@ -121,19 +116,14 @@ def _read_mnistm(file: Path) -> TrainAndTest:
     )
 
 
-MNISTM = make_single_card(
-    "mnistm",
-    _read_mnistm,
-    [("mnistm_data.pkl", "keras_mnistm.pkl", "keras_mnistm.pkl.gz")],
-    remotes=(replace(remote, name=f"mnist/{remote.name}") for remote in MNIST.remotes),
-)
+MNISTM = make_single_card("mnistm", _read_mnistm, ["keras_mnistm.pkl"], remotes=MNIST.move_remotes("mnist"))
 
 
 def mnistm(root: Path) -> Federation:
     """Load MNIST-M: MNIST's digits blended with patches of color photographs (Ganin et al. 2016, arXiv:1505.07818).
 
-    The pickles ``keras_mnistm.pkl`` and ``mnistm_data.pkl`` are remakes of all 70,000 digits in 28 x 28, as used by
-    FedBN's authors; the first has no labels, which are read from MNIST in a directory nearby.
+    The pickle ``keras_mnistm.pkl`` is a remake of all 70,000 digits in 28 x 28, as used by FedBN's authors. It has no
+    labels, which are read from MNIST in a directory nearby.
 
     Returns one client, uint8 ``[N, 3, 28, 28]``, ten classes, with the file's two parts.
     """
@@ -144,26 +134,21 @@ _CIFAR_BATCHES = (*(f"data_batch_{number}" for number in range(1, 6)), "test_bat
 _AUGMENTED_TOGETHER = 1000  # images
 
 
-def _read_cifar(*files: Path) -> TrainAndTest:
-    """Read six batches, pickled dictionaries with ``data`` ``[N, 3 x 32 x 32]`` and ``labels``, or their archive."""
+def _read_cifar(file: Path) -> TrainAndTest:
+    """Read the archive of six batches, pickled dictionaries with ``data`` ``[N, 3 x 32 x 32]`` and ``labels``."""
     batches: dict[str, tuple[Bytes, list[int]]] = {}
-    if len(files) > 1:
-        for file in files:
-            with file.open("rb") as batch:
-                batches[file.name] = _read_cifar_batch(batch, file)
-    else:
-        with explain_errors(files[0], "CIFAR-10's archive"), tarfile.open(files[0]) as members:
-            for member in members:  # in the archive's order, because going back would decompress it again
-                content, name = members.extractfile(member), Path(member.name).name
-                if content is not None and name in _CIFAR_BATCHES:
-                    check_expansion(files[0], member.size)
-                    batches[name] = _read_cifar_batch(content, files[0] / name)
+    with explain_errors(file, "CIFAR-10's archive"), tarfile.open(file) as members:
+        for member in members:  # in the archive's order, because going back would decompress it again
+            content, name = members.extractfile(member), Path(member.name).name
+            if content is not None and name in _CIFAR_BATCHES:
+                check_expansion(file, member.size)
+                batches[name] = _read_cifar_batch(content, file / name)
     missing = [name for name in _CIFAR_BATCHES if name not in batches]
     if missing:
-        raise UsageError(f"{files[0]} lacks {', '.join(missing)}: it is cut short or of another kind; get it again")
+        raise UsageError(f"{file} lacks {', '.join(missing)}: it is cut short or of another kind; get it again")
     *train, test = (batches[name] for name in _CIFAR_BATCHES)
-    x_train, y_train = (np.concatenate(arrays) for arrays in zip(*train, strict=True))
-    return make_splits((x_train, y_train), test, files[0])
+    x_train, y_train = (np.concatenate(several) for several in zip(*train, strict=True))
+    return make_splits((x_train, y_train), test, file)
 
 
 def _read_cifar_batch(content: IO[bytes], where: Path) -> tuple[Bytes, list[int]]:
@@ -172,19 +157,14 @@ def _read_cifar_batch(content: IO[bytes], where: Path) -> tuple[Bytes, list[int]
         return batch["data"].reshape(-1, 3, 32, 32), batch["labels"]
 
 
-CIFAR10 = make_single_card(
-    "cifar10",
-    _read_cifar,
-    [(f"cifar-10-batches-py/{batch}", batch) for batch in _CIFAR_BATCHES],
-    [("cifar-10-python.tar.gz",)],
-)
+CIFAR10 = make_single_card("cifar10", _read_cifar, ["cifar-10-python.tar.gz"])
 
 
 def cifar10(root: Path, *, doubled: bool = False, seed: int = 0) -> Federation:
     """Load CIFAR-10: 60,000 photographs, 32 x 32 in color (Krizhevsky 2009), "python" version.
 
-    Returns one client, uint8 ``[N, 3, 32, 32]``, ten classes, with the publisher's training and test parts. Archives
-    may be packed or unpacked. ``doubled``: the training images are followed by an augmented copy of each, drawn once
+    Returns one client, uint8 ``[N, 3, 32, 32]``, ten classes, with the publisher's training and test parts.
+    ``doubled``: the training images are followed by an augmented copy of each, drawn once
     from ``seed``, as in FedMMB (Nasirigerdeh et al., arXiv:2011.07006): flips, brightness, contrast, saturation and
     hue. The paper does not give the strengths; :func:`fedshift.data.augmentation.fedmmb_cifar` sets them.
     """
@@ -196,4 +176,4 @@ def cifar10(root: Path, *, doubled: bool = False, seed: int = 0) -> Federation:
             for place, chunk in enumerate(torch.split(train.x, _AUGMENTED_TOGETHER))
         ]
         train = Samples(x=torch.cat([train.x, *copies]), y=train.y.repeat(2))
-    return make_one_client("cifar10", train, test, CIFAR10, OBJECTS)
+    return load_single("cifar10", root, CIFAR10, OBJECTS, (train, test))

@@ -7,17 +7,18 @@ patient's left, back and head (LPS), NIfTI's to the right, front and head (RAS).
 along the normal, too, if it has their positions.
 
 Stored numbers become values, frame by frame, by a palette (C.7.6.3.1.5), a Modality LUT, or slope and intercept
-(C.11.1), of the frame's functional groups or of the file; without these by a Real World Value Mapping (C.7.6.16.2.11)
-or a dose's scale. Slopes of 0, unless the stored numbers are equal, and what this module does not understand, are
-refused by the attribute.
+(C.11.1), of the frame's functional groups or of the file. Slopes of 0, unless the stored numbers are equal, doses,
+Real World Value Mappings (C.7.6.16.2.11) alone, and what else this module does not understand, are refused by the
+attribute.
 """
 
 from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import ModuleType
@@ -28,7 +29,7 @@ from numpy.typing import NDArray
 
 from ...utils.errors import UsageError
 from ...utils.files import open_regular
-from .images import SUFFIXES, Unreadable
+from .images import SUFFIXES, Unreadable, explain_unreadable
 
 NIFTI = (".nii", ".nii.gz")
 DICOM = (".dcm",)
@@ -48,27 +49,17 @@ _DEFLATED = "1.2.840.10008.1.2.1.99"
 _NO_IMAGES = {
     "SEG": "is a DICOM segmentation (SEG): convert it to NIfTI, for example with segimage2itkimage of dcmqi",
     "RTSTRUCT": "has contours and no pixels (RTSTRUCT): convert them to a NIfTI mask, for example with plastimatch",
+    "RTDOSE": "is a dose (RTDOSE): convert it to NIfTI, for example with plastimatch",
 }
 _IN_TIME = {"FrameTime", "FrameTimeVector"}
-_SLICES = {"SliceVector", "GridFrameOffsetVector"}
-"""Attributes that order frames as slices of a volume."""
 _PHOTOMETRIC = {
     1: {"MONOCHROME1", "MONOCHROME2", "PALETTE COLOR"},
     3: {"RGB", "YBR_FULL", "YBR_FULL_422", "YBR_ICT", "YBR_RCT"},
 }
 """Meanings of pixels by their number of samples; pydicom makes all of 3 RGB, the last two only in JPEG 2000."""
 _COLORS = ("Red", "Green", "Blue")
-_GROUPS = {
-    "PixelSpacing": "PixelMeasuresSequence",
-    "SliceThickness": "PixelMeasuresSequence",
-    "SpacingBetweenSlices": "PixelMeasuresSequence",
-    "ImageOrientationPatient": "PlaneOrientationSequence",
-    "ImagePositionPatient": "PlanePositionSequence",
-    "RescaleSlope": "PixelValueTransformationSequence",
-    "RescaleIntercept": "PixelValueTransformationSequence",
-    "RescaleType": "PixelValueTransformationSequence",
-}
-"""Functional groups of enhanced images that hold an attribute (PS3.3, C.7.6.16.2)."""
+_RESCALE = ("RescaleSlope", "RescaleIntercept")
+_REAL_WORLD = ("RealWorldValueSlope", "RealWorldValueLUTData")
 _LPS_TO_RAS = np.array([-1.0, -1.0, 1.0])
 
 Array = NDArray[Any]
@@ -83,7 +74,6 @@ class Series:
         slices: Their data sets.
         shape: Voxels along rows, columns and slices: ``(Columns, Rows, number of slices)``.
         affine: Transform of these voxels to millimeters in RAS, float64 ``[4, 4]``.
-        patient: PatientID, only in memory; empty if the files do not have it.
 
     """
 
@@ -91,7 +81,6 @@ class Series:
     slices: tuple[Any, ...]
     shape: tuple[int, int, int]
     affine: NDArray[np.float64]
-    patient: str = field(default="", repr=False)
 
 
 def load_library(library: str, file: Path, extra: str = "medical") -> ModuleType:
@@ -121,7 +110,8 @@ def open_dicom(file: Path, *, whole: bool) -> Any:
                 "is a deflated DICOM file, which does not say to what size it unpacks: save it uncompressed"
             )
         found = pydicom.dcmread(stream, stop_before_pixels=not whole)
-    kind = "SEG" if "SegmentSequence" in found else found.get("Modality")
+    signs = {"SegmentSequence": "SEG", "DoseGridScaling": "RTDOSE"}
+    kind = next((kind for name, kind in signs.items() if name in found), found.get("Modality"))
     if kind in _NO_IMAGES:
         raise Unreadable(_NO_IMAGES[kind])
     frames = int(found.get("NumberOfFrames") or 1)
@@ -142,27 +132,23 @@ def _refuse_other_frames(found: Any, frames: int) -> None:
     times = int(found.get("NumberOfTemporalPositions") or 1) > 1 or names & _IN_TIME
     if times or (not placed and any(name in found for name in _IN_TIME)):
         raise Unreadable(f"has {frames} frames in time: write each point in time to its own file")
-    for name in names - _SLICES:
+    for name in sorted(names):
         values = found.get(name)
-        if not isinstance(values, Sequence) or len(set(values)) > 1:
+        fixed = isinstance(values, Sequence) and len(set(values)) == 1
+        if not (fixed or (name == "SliceVector" and values and list(values) == sorted(set(values)))):
             raise Unreadable(f"has {frames} frames by {name}, not by slices: write each volume to its own file")
 
 
 def find_attribute(found: Any, name: str, frame: int = 0) -> Any:
     """Return an attribute of a frame: of its functional groups, or else of the data set; None: there is none."""
-    item = _find_group(found, _GROUPS[name], frame)
-    value = None if item is None else item[0].get(name)
-    return found.get(name) if value is None else value
-
-
-def _find_group(found: Any, name: str, frame: int) -> Any:
-    """Return the sequence ``name`` of the functional groups of a frame, its own before the shared ones, or None."""
-    own, shared = (found.get(f"{kind}FunctionalGroupsSequence") for kind in ("PerFrame", "Shared"))
-    for groups in (own[frame : frame + 1] if own else (), shared or ()):
-        for group in groups:
-            if group.get(name):
-                return group.get(name)
-    return None
+    own, shared = (found.get(f"{kind}FunctionalGroupsSequence") or () for kind in ("PerFrame", "Shared"))
+    for group in (*own[frame : frame + 1], *shared):
+        for element in group:
+            if element.VR == "SQ" and not element.is_private and element.value:
+                value = element.value[0].get(name)
+                if value is not None:
+                    return value
+    return found.get(name)
 
 
 def count_frames(found: Any) -> tuple[int, int, int, int]:
@@ -181,6 +167,9 @@ def count_frames(found: Any) -> tuple[int, int, int, int]:
         raise Unreadable("has the PhotometricInterpretation MONOCHROME2 with an INVERSE PresentationLUTShape")
     if photometric != "PALETTE COLOR" and found.get("PixelPresentation") in ("COLOR", "MIXED"):
         raise Unreadable(f"has gray with colors (PixelPresentation {found.PixelPresentation}), which is not read")
+    stored, high = found.get("BitsStored"), found.get("HighBit")
+    if None not in (stored, high) and high != stored - 1:
+        raise Unreadable(f"has the HighBit {high} with {stored} BitsStored of {bits}: export it again")
     pixels = frames * height * width
     check_bytes(pixels * channels * max(1, bits // 8), f"{pixels} pixels of {bits} bits")
     return frames, height, width, channels
@@ -196,44 +185,23 @@ def order_frames(found: Any) -> tuple[tuple[int, ...], float]:
 
     The order is empty if positions are not known. Raises :class:`Unreadable` unless frames are one upright stack.
     """
-    frames = int(found.get("NumberOfFrames") or 1)
     apart = float(find_attribute(found, "SpacingBetweenSlices") or find_attribute(found, "SliceThickness") or 0)
-    slices = found.get("SliceVector") or ()
-    if frames > 1 and len(slices) == frames:
-        if len(set(slices)) < frames:
-            raise Unreadable("has several frames of one slice by its SliceVector: write each volume to its own file")
-        return tuple(np.argsort(slices).tolist()), apart
-    normal = _find_normal(found, frames)
-    places = _find_places(found, frames, normal) if frames > 1 else None
-    if places is None:
-        return (), apart
-    if normal is None:  # the line from one end to the other
-        near, far = places[places[:, np.ptp(places, axis=0).argmax()].argsort()[[0, -1]]]
-        normal = (far - near) / (np.linalg.norm(far - near) or 1)
-    order = _sort_slices(places, normal, [f"frame {frame + 1}" for frame in range(frames)])
-    return tuple(order), float((places[order[-1]] - places[order[0]]) @ normal) / (frames - 1)
-
-
-def _find_normal(found: Any, frames: int) -> Array | None:
-    """Return the direction across the planes of all frames; None: it is not known. Raises :class:`Unreadable`."""
-    sides = [tuple(find_attribute(found, "ImageOrientationPatient", frame) or ()) for frame in range(frames)]
-    if any(len(side) != len(sides[0]) or not np.allclose(side, sides[0], atol=1e-3) for side in sides):
-        raise Unreadable("has frames that differ in ImageOrientationPatient: take localizers and other planes away")
-    return np.cross(*np.reshape(np.array(sides[0], float), (2, 3))) if len(sides[0]) == 6 else None
-
-
-def _find_places(found: Any, frames: int, normal: Array | None) -> Array | None:
-    """Return the positions of the frames in millimeters ``[frames, 3]``; None: they are not known."""
-    offsets = found.get("GridFrameOffsetVector")
-    if offsets is not None and len(offsets) == frames:
-        return np.outer(np.array(offsets, float), (0.0, 0.0, 1.0) if normal is None else normal)
     groups = found.get("PerFrameFunctionalGroupsSequence") or ()
-    known = [item[0].get("ImagePositionPatient") for group in groups if (item := group.get("PlanePositionSequence"))]
-    if not known:
-        return None
-    if len(known) != frames or any(place is None or len(place) != 3 for place in known):
-        raise Unreadable(f"has {frames} frames, and an ImagePositionPatient for some of them: export it again")
-    return np.array(known, float)
+    sides = [find_attribute(found, "ImageOrientationPatient", frame) or [0] * 6 for frame in range(len(groups))]
+    planes = np.array(sides, float)
+    if not np.allclose(planes, planes[:1], atol=1e-3):
+        raise Unreadable("has frames that differ in ImageOrientationPatient: take localizers and other planes away")
+    items = [group.get("PlanePositionSequence") for group in groups]
+    known = [item[0].get("ImagePositionPatient") if item else None for item in items]
+    if len(known) < 2 or not any(known):
+        return (), apart
+    if any(len(place or ()) != 3 for place in known):
+        raise Unreadable(f"has {len(known)} frames, and an ImagePositionPatient for some of them: export it again")
+    if not planes.any():
+        raise Unreadable("has frames with an ImagePositionPatient, but no ImageOrientationPatient: export it again")
+    places, normal = np.array(known, float), np.cross(*planes[0].reshape(2, 3))
+    order = _sort_slices(places, normal, [f"frame {frame + 1}" for frame in range(len(known))])
+    return tuple(order), float((places[order[-1]] - places[order[0]]) @ normal) / (len(known) - 1)
 
 
 def holds_hounsfield(found: Any) -> bool:
@@ -247,7 +215,7 @@ def read_values(found: Any) -> Array:
 
     ``[H, W]``, in color ``[H, W, 3]``, or frames ``[D, H, W]`` in the order of :func:`order_frames`.
     """
-    stored = _read_stored(found)
+    stored = np.asarray(found.pixel_array)
     if found.PhotometricInterpretation == "PALETTE COLOR":
         return _apply_palette(found, stored)
     if int(found.get("SamplesPerPixel") or 1) > 1:
@@ -259,38 +227,19 @@ def read_values(found: Any) -> Array:
     return np.stack([_apply_modality(found, stored[frame], frame) for frame in order or range(frames)])
 
 
-def _read_stored(found: Any) -> Array:
-    """Return the numbers of a data set as stored, without bits beyond HighBit and BitsStored (C.7.6.3.1)."""
-    bits, high = found.get("BitsStored"), found.get("HighBit")
-    if bits is None or high is None or high == bits - 1 or "PixelData" not in found:
-        return np.asarray(found.pixel_array)
-    syntax = found.file_meta.TransferSyntaxUID
-    if not bits - 1 <= high < found.BitsAllocated or (syntax.is_compressed and not syntax.is_deflated):
-        raise Unreadable(f"has the HighBit {high} with {bits} BitsStored of {found.BitsAllocated}: export it again")
-    found.BitsStored = high + 1
-    numbers: Array = np.asarray(found.pixel_array) >> (high + 1 - bits)
-    found.BitsStored = bits
-    return numbers
-
-
 def _apply_palette(found: Any, index: Array) -> Array:
     """Return the colors of palette indices, ``[H, W, 3]``."""
-    sizes = [tuple(found.get(f"{color}PaletteColorLookupTableDescriptor") or (0, 0, 0)) for color in _COLORS]
-    entries, first, bits = sizes[0][0] % 2**16 or 2**16, *sizes[0][1:]
-    names = [f"{color}PaletteColorLookupTableData" for color in _COLORS]
-    plain = names[0] in found
-    known = bits == 16 or (bits == 8 and (plain or entries <= 256))
-    if not known or len(set(sizes)) > 1 or "AlphaPaletteColorLookupTableDescriptor" in found:
+    sizes = [tuple(found.get(f"{color}PaletteColorLookupTableDescriptor") or ()) for color in _COLORS]
+    contents = [found.get(f"{color}PaletteColorLookupTableData") for color in _COLORS]
+    if not all(contents) or len(sizes[0]) != 3 or len(set(sizes)) > 1:
         raise Unreadable("has a PaletteColorLookupTable that is not read: export it in RGB")
-    for name in names if plain else ():  # entries of 8 bits, in bytes or words: pydicom reads indices in their type
-        content = found[name].value
-        order = "<" if found.file_meta.TransferSyntaxUID.is_little_endian else ">"
-        table = np.frombuffer(content, f"{order}u2" if len(content) >= 2 * entries else np.uint8)[:entries]
-        if len(table) < entries:
-            raise Unreadable(f"has a {name} of {len(table)} entries, and {entries} by its descriptor: export it again")
-        found[name].value = table.astype(np.uint16).tobytes()
-    index = np.clip(index.astype(np.int64), first, first + entries - 1)
-    colors: Array = import_module("pydicom.pixels").apply_color_lut(index, found)
+    entries, first = sizes[0][0] % 2**16 or 2**16, sizes[0][1]
+    order = "<" if found.file_meta.TransferSyntaxUID.is_little_endian else ">"
+    wide = len(contents[0]) >= 2 * entries  # entries of 8 bits are in bytes or words
+    tables = [np.frombuffer(content, f"{order}u2" if wide else np.uint8)[:entries] for content in contents]
+    if min(map(len, tables)) < entries:
+        raise Unreadable(f"has a PaletteColorLookupTable of fewer than the {entries} entries by its descriptor")
+    colors: Array = np.stack(tables, axis=-1)[np.clip(index.astype(np.int64) - first, 0, entries - 1)]
     return colors
 
 
@@ -299,27 +248,21 @@ def _apply_modality(found: Any, numbers: Array, frame: int) -> Array:
     if found.get("ModalityLUTSequence"):
         values: Array = import_module("pydicom.pixels").apply_modality_lut(numbers.astype(np.int64), found)
         return values
-    slope, intercept = (find_attribute(found, name, frame) for name in ("RescaleSlope", "RescaleIntercept"))
-    name = "RescaleSlope"
-    if slope is None and intercept is None:
-        name, slope, intercept = _find_other_scale(found, frame)
-    slope, intercept = float(1 if slope is None else slope), float(intercept or 0)
+    known = {name: value for name in _RESCALE if (value := find_attribute(found, name, frame)) is not None}
+    mapping = found.get("RealWorldValueMappingSequence") or [{}]
+    if not known and any(mapping[0].get(name, find_attribute(found, name, frame)) is not None for name in _REAL_WORLD):
+        raise Unreadable("has a RealWorldValueMappingSequence, and no RescaleSlope: convert it to NIfTI")
+    if len(known) == 1:
+        raise Unreadable(f"has a {next(iter(known))} and not {' and '.join(_RESCALE)}: export it again")
+    for name, value in known.items():
+        if found.get(name) not in (None, value):
+            raise Unreadable(
+                f"has the {name} {value} in functional groups, and {found.get(name)} beside: export it again"
+            )
+    slope, intercept = (float(known.get(name, one)) for name, one in zip(_RESCALE, (1, 0), strict=True))
     if not (math.isfinite(slope) and math.isfinite(intercept)) or (slope == 0 and np.ptp(numbers)):
-        raise Unreadable(f"has the {name} {slope:g}, which makes its values one number, or none: write it again")
+        raise Unreadable(f"has the RescaleSlope {slope:g}, which makes its values one number, or none: write it again")
     return numbers if (slope, intercept) == (1.0, 0.0) else numbers * slope + intercept
-
-
-def _find_other_scale(found: Any, frame: int) -> tuple[str, Any, Any]:
-    """Return a frame's slope and intercept to a real unit, after the name of the first; 1 and 0 if it has none."""
-    if found.get("DoseGridScaling") is not None:
-        return "DoseGridScaling", found.DoseGridScaling, 0
-    sequence = "RealWorldValueMappingSequence"
-    mapping = _find_group(found, sequence, frame) or found.get(sequence)
-    if not mapping:
-        return "RescaleSlope", 1, 0
-    if len(mapping) > 1 or mapping[0].get("RealWorldValueSlope") is None:
-        raise Unreadable(f"has a {sequence} that is not one slope and intercept, and no RescaleSlope: export it again")
-    return "RealWorldValueSlope", mapping[0].RealWorldValueSlope, mapping[0].get("RealWorldValueIntercept")
 
 
 def is_dicom(file: Path) -> bool:
@@ -370,21 +313,22 @@ def read_series(folder: Path, *, whole: bool = False) -> Series:
     check_bytes(sum(file.stat().st_size for file in files), f"{len(files)} slices")
     slices = [_open_slice(file, whole) for file in files]
     for name, fix in _COMMON.items():
-        values = [_read_numbers(each, name) for each in slices]
+        values = [_read(each, name) for each in slices]
         for file, value in zip(files, values, strict=True):
-            if value != values[0] and not _is_close(value, values[0]):
+            # numbers other than counts may differ by rounding
+            if value != values[0] and not (name in _COUNTS and np.allclose(value, values[0], rtol=1e-3, atol=1e-4)):
                 shown = "" if name in _PRIVATE else f" ({_show(values[0])} and {_show(value)})"
                 raise Unreadable(f"has slices that differ in {name}, {files[0].name} and {file.name}{shown}: {fix}")
     first = slices[0]
     shape = (int(first.Columns), int(first.Rows), len(files))
     check_bytes(math.prod(shape) * max(1, int(first.BitsAllocated) // 8), f"{len(files)} slices")
-    columns, rows = np.reshape(_read_numbers(first, "ImageOrientationPatient"), (2, 3))
-    between_rows, between_columns = _read_numbers(first, "PixelSpacing")
+    columns, rows = np.reshape(_read(first, "ImageOrientationPatient"), (2, 3))
+    between_rows, between_columns = _read(first, "PixelSpacing")
     if np.abs(np.array([columns @ columns, rows @ rows, columns @ rows]) - (1, 1, 0)).max() > CLOSE:
         raise Unreadable("has an ImageOrientationPatient that is not two perpendicular directions: write it again")
     if min(between_rows, between_columns) <= 0:
         raise Unreadable(f"has a PixelSpacing of {between_rows:g} x {between_columns:g} mm: write it again")
-    places = np.array([_read_numbers(each, "ImagePositionPatient") for each in slices])
+    places = np.array([_read(each, "ImagePositionPatient") for each in slices])
     order = _sort_slices(places, np.cross(columns, rows), [file.name for file in files])
     places = places[order]
     affine = np.eye(4)
@@ -393,7 +337,6 @@ def read_series(folder: Path, *, whole: bool = False) -> Series:
     affine[:3] *= _LPS_TO_RAS[:, None]
     return Series(
         files=tuple(files[at] for at in order), slices=tuple(slices[at] for at in order), shape=shape, affine=affine,
-        patient=read_patient(first),
     )  # fmt: skip
 
 
@@ -401,10 +344,8 @@ def stack_slices(series: Series) -> Array:
     """Return the values of a series that was read whole, ``[slices, Rows, Columns]``; raise :class:`Unreadable`."""
     values = []
     for file, found in zip(series.files, series.slices, strict=True):
-        try:
+        with _explain_slice(file):
             values.append(read_values(found))
-        except Exception as error:  # pydicom raises exceptions of any type for damaged pixels
-            raise _explain_slice(file, error) from error
     return np.stack(values)
 
 
@@ -425,7 +366,7 @@ _COUNTS = {"ImagePositionPatient": 3, "ImageOrientationPatient": 6, "PixelSpacin
 
 def _open_slice(file: Path, whole: bool) -> Any:
     """Return the data set of one slice; raise :class:`Unreadable` with its name."""
-    try:
+    with _explain_slice(file):
         found = open_dicom(file, whole=whole)
         frames, *_, channels = count_frames(found)
         if frames > 1 or channels > 1:
@@ -433,34 +374,26 @@ def _open_slice(file: Path, whole: bool) -> Any:
         for name, count in _COUNTS.items():
             if len(find_attribute(found, name) or ()) != count:
                 raise Unreadable(f"has no {name}: export the series again, or convert it to NIfTI")
-    except Unreadable as error:
-        raise Unreadable(f"has the slice {file.name}, which {error}") from error
-    except Exception as error:  # pydicom raises exceptions of any type for damaged bytes
-        raise _explain_slice(file, error) from error
     return found
 
 
-def _explain_slice(file: Path, error: Exception) -> Exception:
-    """Return what to raise for an exception while a slice is read."""
-    if isinstance(error, UsageError):
-        return error
-    return Unreadable(f"has the slice {file.name}, which cannot be read ({str(error) or type(error).__name__})")
+@contextmanager
+def _explain_slice(file: Path) -> Iterator[None]:
+    """Convert exceptions while a slice is read as :func:`~.images.explain_unreadable` does, and name it."""
+    try:
+        with explain_unreadable(file, "a DICOM file"):
+            yield
+    except Unreadable as error:
+        raise Unreadable(f"has the slice {file.name}, which {error}") from error
 
 
-def _read_numbers(found: Any, name: str) -> tuple[Any, ...]:
+def _read(found: Any, name: str) -> Any:
     """Return the value of an attribute, numbers as floats."""
-    if name in _COUNTS:
-        return tuple(map(float, find_attribute(found, name)))
-    return (found.get(name),)
+    return tuple(map(float, find_attribute(found, name))) if name in _COUNTS else found.get(name)
 
 
-def _is_close(one: tuple[Any, ...], other: tuple[Any, ...]) -> bool:
-    """Return whether numbers other than counts differ only by rounding."""
-    return all(isinstance(each, float) for each in one + other) and np.allclose(one, other, rtol=1e-3, atol=1e-4)
-
-
-def _show(values: tuple[Any, ...]) -> str:
-    return " x ".join(f"{value:g}" if isinstance(value, int | float) else str(value) for value in values)
+def _show(value: Any) -> str:
+    return " x ".join(f"{number:g}" for number in value) if isinstance(value, tuple) else str(value)
 
 
 def _sort_slices(places: Array, normal: Array, names: list[str]) -> list[int]:

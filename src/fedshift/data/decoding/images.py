@@ -15,7 +15,7 @@ import errno
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 from PIL import Image, ImageOps, UnidentifiedImageError
 from PIL.ExifTags import Base
-from PIL.TiffImagePlugin import TiffImageFile
+from PIL.TiffImagePlugin import ImageFileDirectory_v2, TiffImageFile
 
 from ...utils.errors import UsageError
 from ...utils.files import NotRegular, open_regular
@@ -87,7 +87,8 @@ def explain_unreadable(file: Path, kind: str = "") -> Iterator[None]:
 class Header:
     """Facts from a file's header; ``width`` and ``height`` of the upright image in pixels.
 
-    ``turned``: whether a tag of the file asks to turn or mirror its pixels.
+    ``turned``: whether a tag of the file asks to turn or mirror its pixels; ``changed``: what of its colors is read
+    otherwise than they are stored, in words; empty: nothing.
     """
 
     kind: Kind
@@ -96,6 +97,7 @@ class Header:
     height: int
     frames: int
     turned: bool = False
+    changed: str = ""
 
 
 @contextmanager
@@ -131,8 +133,20 @@ def read_header(file: Path) -> Header:
             width, height = height, width
         kind = find_kind(image)
         channels = 1 if kind != "byte" or image.mode in _GRAY else 3
-        frames, turned = int(getattr(image, "n_frames", 1)), orientation in range(2, 9)
-        return Header(kind=kind, channels=channels, width=width, height=height, frames=frames, turned=turned)
+        return Header(
+            kind=kind, channels=channels, width=width, height=height, frames=int(getattr(image, "n_frames", 1)),
+            turned=orientation in range(2, 9), changed=", and ".join(_list_changes(image)),
+        )  # fmt: skip
+
+
+def _list_changes(image: Image.Image) -> Iterator[str]:
+    """Yield how the colors of an opened ``image`` are read otherwise than they are stored."""
+    if find_kind(image) == "byte" and ";16" in _find_encoding(image):
+        yield "have 16 bits, of which the upper 8 are read"
+    if image.mode in ("CMYK", "LAB"):
+        yield f"are in {image.mode}, made RGB without a color profile"
+    if _is_transparent(image):
+        yield "may be transparent, and are laid over white"
 
 
 def decode_image(
@@ -196,10 +210,21 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
         except UnidentifiedImageError as error:
             if file.stat().st_size == 0:
                 raise Unreadable("is empty") from error
-            raise Unreadable(
-                f"is not an image in format {', '.join(_FORMATS)}, or has pixels that Pillow does not read, such as "
-                "floats of 64 bits"
-            ) from error
+            raise Unreadable(_describe_depth(file) or f"is not an image in format {', '.join(_FORMATS)}") from error
+
+
+def _describe_depth(file: Path) -> str:
+    """Return in words that Pillow does not read pixels of the depth of a TIFF file; empty: it is no such file."""
+    with open_regular(file) as stream, suppress(Exception):  # a damaged file
+        tags = ImageFileDirectory_v2(stream.read(8))
+        stream.seek(tags.next)
+        tags.load(stream)
+        kind = {3: "floats", 6: "complex numbers"}.get(tags.get(Base.SampleFormat, (1,))[0], "whole numbers")
+        bits = " + ".join(map(str, tags[Base.BitsPerSample]))
+        return (
+            f"has {kind} of {bits} bits, which Pillow does not read: save it with 8 or 16 bits, or as floats of 32 bits"
+        )
+    return ""
 
 
 def _is_signed(image: Image.Image) -> bool:
@@ -234,10 +259,14 @@ def _find_stored_numbers(image: Image.Image, kind: Kind) -> Callable[[NDArray[An
     return lambda x: np.round(x * (most / full)).astype(x.dtype) if most else x
 
 
+def _is_transparent(image: Image.Image) -> bool:
+    return "transparency" in image.info or image.mode in ("LA", "La", "PA", "RGBA", "RGBa")
+
+
 def _to_bytes(image: Image.Image, channels: int) -> Image.Image:
     """Return the image in mode L or RGB, composited over white."""
     image = image.convert("LA") if image.mode == "La" else image
-    if "transparency" in image.info or image.mode in ("LA", "PA", "RGBA", "RGBa"):
+    if _is_transparent(image):
         over = image.convert("RGBA")
         image = Image.alpha_composite(Image.new("RGBA", over.size, "white"), over)
     return image.convert("L" if channels == 1 else "RGB")

@@ -38,11 +38,10 @@ def write_mask(directory: Path, stem: str, classes: NDArray[np.uint8], image: Pa
 
     """
     made = _make_nifti(classes, image)
-    if made is None:
-        Image.fromarray(classes).save(directory / f"{stem}.png")
-        return directory / f"{stem}.png"
-    made.to_filename(directory / f"{stem}.nii.gz")
-    return directory / f"{stem}.nii.gz"
+    path = directory / f"{stem}{'.png' if made is None else '.nii.gz'}"
+    save = Image.fromarray(classes).save if made is None else made.to_filename
+    save(path)
+    return path
 
 
 def place_mask(classes: NDArray[np.uint8], image: Path) -> NDArray[np.uint8]:
@@ -53,23 +52,23 @@ def place_mask(classes: NDArray[np.uint8], image: Path) -> NDArray[np.uint8]:
 
 def _make_nifti(classes: NDArray[np.uint8], image: Path) -> Any:
     """Return the mask of ``image`` as a NIfTI image; None: it is a picture."""
-    nibabel = import_module("nibabel") if image.is_dir() or classes.ndim == 3 or _is_nifti(image) else None
-    if nibabel is None:
+    if not (image.is_dir() or classes.ndim == 3 or _is_nifti(image)):
         return None
+    nibabel = import_module("nibabel")
     if _is_nifti(image):
         source = nibabel.load(image)
         header = type(source.header)()
         for name in _GEOMETRY:
             header[name] = source.header[name]
         header.set_data_dtype(np.uint8)
-        shape = source.shape[:3]
-        stored = _turn_back(classes, (*shape, *(1,) * (3 - len(shape))), source.header.get_best_affine())
-        return type(source)(stored.reshape(shape), None, header)
+        places = (*source.shape[:3], *(1,) * (3 - len(source.shape)))
+        stored = _turn_back(classes, places, source.header.get_best_affine())
+        return type(source)(stored.reshape(source.shape[:3]), None, header)
     if image.is_dir():
         series = read_series(image)
         made = nibabel.Nifti1Image(_turn_back(classes, series.shape, series.affine), series.affine)
-        made.set_sform(series.affine, _SCANNER)
-        made.set_qform(series.affine, _SCANNER)
+        for set_form in (made.set_sform, made.set_qform):
+            set_form(series.affine, _SCANNER)
         made.header.set_xyzt_units("mm")
         return made
     made = nibabel.Nifti1Image(np.ascontiguousarray(classes.transpose(2, 1, 0)), None)

@@ -44,20 +44,26 @@ NO_LEVELS = (0,) * len(_TOPS)
 """Levels of a file that is not gray of more than 8 bits."""
 
 
+def parse_numbers(text: str) -> tuple[float, ...]:
+    """Return the finite numbers in ``text``, separated by commas; empty if it holds anything else."""
+    try:
+        numbers = tuple(map(float, text.split(",")))
+    except ValueError:
+        return ()
+    return numbers if all(map(math.isfinite, numbers)) else ()
+
+
 def parse_window(text: str | None) -> Window | None:
     """Return the values that ``LOW,HIGH`` names; raise :class:`UsageError` if these are not two rising numbers."""
     if text is None:
         return None
-    try:
-        low, high = map(float, text.split(","))
-    except ValueError:
-        low, high = 0.0, 0.0
-    if not (math.isfinite(low) and math.isfinite(high) and low < high):
+    ends = parse_numbers(text)
+    if len(ends) != 2 or ends[0] >= ends[1]:
         raise UsageError(
             "{}: give the values that become -1 and 1, such as -160,240 for soft tissue in Hounsfield units",
             Ref(window=text),
         )
-    return low, high
+    return ends
 
 
 def count_levels(gray: NDArray[Any]) -> Levels:
@@ -73,11 +79,8 @@ def choose_gray(levels: Mapping[str, Sequence[Levels]]) -> tuple[Window, str]:
     bits, above, positive = _choose_bits([each for images in levels.values() for each in images])
     alone = {name: _choose_bits(images)[0] for name, images in levels.items() if any(each[0] for each in images)}
     text = f"gray of more than 8 bits read as {bits} bits, 0..{2**bits - 1} scaled to [-1, 1], at all clients"
-    said = []
-    if above:
-        said.append(
-            f"{above:,} of {positive:,} training pixels above 0 are beyond and become 1 (--window 0,65535 keeps all)"
-        )
+    beyond = f"{above:,} of {positive:,} training pixels above 0 are beyond and become 1 (--window 0,65535 keeps all)"
+    said = [beyond] if above else []
     if len(set(alone.values())) > 1:
         needs = join_some(f"{own} at {name!r}" for name, own in alone.items())
         said.append(f"each client alone would need {needs}: write all images in one unit")
@@ -131,7 +134,5 @@ def scale(values: NDArray[Any], ends: Sequence[Window]) -> NDArray[np.float32]:
     scaled = np.clip(values.astype(kind), low, high)
     scaled -= low
     scaled /= np.where(high > low, high - low, 1)
-    scaled *= 2
-    scaled -= 1
-    shares: NDArray[np.float32] = scaled.astype(np.float32, copy=False)
+    shares: NDArray[np.float32] = (2 * scaled - 1).astype(np.float32)
     return shares

@@ -51,13 +51,11 @@ def resize(x: Tensor, size: tuple[int, ...]) -> Tensor:
     """Resize images ``[N, C, H, W]`` to ``size``."""
     if tuple(x.shape[2:]) == size:
         return x
-    small = x.new_empty(*x.shape[:2], *size)
-    for start in range(0, len(x), CHUNK):
-        part = F.interpolate(
-            x[start : start + CHUNK].float(), size=size, mode="bilinear", antialias=True, align_corners=False
-        )
-        small[start : start + CHUNK] = part.round_().clamp_(0, 255) if x.dtype == torch.uint8 else part
-    return small
+    small = []
+    for part in torch.split(x, CHUNK):
+        values = F.interpolate(part.float(), size=size, mode="bilinear", antialias=True, align_corners=False)
+        small.append((values.round_().clamp_(0, 255) if x.dtype == torch.uint8 else values).to(x.dtype))
+    return torch.cat(small)
 
 
 def resize_masks(y: Tensor, size: tuple[int, ...]) -> Tensor:

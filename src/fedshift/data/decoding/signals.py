@@ -70,12 +70,9 @@ def name_lead(name: object) -> str:
 
 def read_signal_header(file: Path) -> SignalHeader:
     """Read the header of ``file``; raise :class:`Unreadable` if the recording cannot be used."""
+    read = _read_wfdb_header if file.suffix.lower() == WFDB else _read_edf_header
     with explain_unreadable(file, _describe_kind(file)):
-        found = (
-            _read_wfdb_header(file)
-            if file.suffix.lower() == WFDB
-            else _describe_edf(_open_edf(file), _read_dimensions(file))
-        )
+        found = read(file)
     twice = [lead for lead in found.leads if found.leads.count(lead) > 1 or not lead]
     if twice:
         raise Unreadable(f"has two leads called {twice[0]!r}, or leads without names: name each by itself")
@@ -189,42 +186,33 @@ def _check_length(file: Path) -> None:
         )
 
 
-def _read_dimensions(file: Path) -> list[str]:
-    """Return the physical dimension of each lead of an EDF header, except annotations; edfio keeps only ASCII."""
-    _, part, leads = _read_head(file)
-    labels = [part[at : at + 16].strip() for at in range(0, 16 * leads, 16)]
-    dimensions = [_decode_text(part[at : at + 8]) for at in range(96 * leads, 104 * leads, 8)]
-    return [text for text, label in zip(dimensions, labels, strict=True) if label not in _ANNOTATIONS]
-
-
-def _describe_edf(opened: Any, dimensions: list[str]) -> SignalHeader:
+def _read_edf_header(file: Path) -> SignalHeader:
+    opened = _open_edf(file)
+    _, part, count = _read_head(file)
+    labels = [part[at : at + 16].strip() for at in range(0, 16 * count, 16)]
+    written = [_decode_text(part[at : at + 8]) for at in range(96 * count, 104 * count, 8)]  # edfio keeps only ASCII
+    dimensions = [text for text, label in zip(written, labels, strict=True) if label not in _ANNOTATIONS]
     signals = opened.signals
     if not signals:
         raise Unreadable("has no signals, only annotations")
     if not opened.is_continuous:
         raise Unreadable("has gaps (EDF+D): write each part to its own file")
     for signal in signals:
-        if any(each.min == each.max for each in (signal.digital_range, signal.physical_range)):
+        ranges = (signal.digital_range, signal.physical_range)
+        if any(limits.min == limits.max for limits in ranges):
+            digital, physical = (f"{limits.min:g} to {limits.max:g}" for limits in ranges)
             raise Unreadable(
-                f"gives lead {name_lead(signal.label)!r} the digital range {_join_range(signal.digital_range)} and the "
-                f"physical one {_join_range(signal.physical_range)}: correct these"
+                f"gives lead {name_lead(signal.label)!r} the digital range {digital} and the physical one {physical}: "
+                "correct these"
             )
     rates = {signal.sampling_frequency for signal in signals}
     if len(rates) > 1:
         each = join_some(f"{rate:g}" for rate in sorted(rates))
         raise Unreadable(f"has leads of several rates ({each} Hz): resample them to one")
     units, scales = _convert_units(dimensions)
-    return SignalHeader(
-        leads=tuple(name_lead(signal.label) for signal in signals),
-        units=units,
-        scales=scales,
-        rate=float(rates.pop()),
-        length=int(opened.num_data_records * signals[0].samples_per_data_record),
-    )
-
-
-def _join_range(limits: Any) -> str:
-    return f"{limits.min:g} to {limits.max:g}"
+    length = int(opened.num_data_records * signals[0].samples_per_data_record)
+    leads = tuple(name_lead(signal.label) for signal in signals)
+    return SignalHeader(leads=leads, units=units, scales=scales, rate=float(rates.pop()), length=length)
 
 
 def _convert_units(names: Iterable[str]) -> tuple[tuple[str, ...], tuple[float, ...]]:

@@ -50,7 +50,7 @@ from .dicom import (
     stack_slices,
 )
 from .images import SUFFIXES, Unreadable, decode_image, explain_unreadable, read_header, to_classes
-from .ranges import Window, find_range, scale
+from .ranges import Window, find_range, parse_numbers, scale
 from .resizing import find_size, resample_image
 
 VOLUMES = (*NIFTI, *DICOM)
@@ -63,8 +63,6 @@ MEDIAN = "median"
 """Spacing in words: the median of the files along each axis."""
 UNMEASURED = "does not say how far its voxels are apart: write a NIfTI file with a qform or sform, or give no spacing"
 
-_HEADERS = {348: 1, 540: 2}
-"""NIfTI version, by size of the header in bytes."""
 _MILLIMETERS = {1: 1000.0, 3: 0.001}
 """Millimeters in NIfTI's units of length, meters and micrometers; a file without a unit is read in millimeters."""
 _UNIT_OF_LENGTH = 0b111
@@ -145,11 +143,8 @@ def parse_spacing(text: str | None) -> tuple[float, ...]:
     """
     if text is None or text == MEDIAN:
         return ()
-    try:
-        steps = tuple(map(float, text.split(",")))
-    except ValueError:
-        steps = ()
-    if not (1 <= len(steps) <= 3 and all(0 < step < math.inf for step in steps)):
+    steps = parse_numbers(text)
+    if not (1 <= len(steps) <= 3 and min(steps) > 0):
         raise UsageError(
             "{}: give the millimeters between voxels along columns, rows and slices, such as 1,1,3, one number for all "
             f"axes, or {MEDIAN}",
@@ -245,19 +240,12 @@ def _times(numbers: tuple[float, ...]) -> str:
 def digest_voxels(file: Path) -> bytes:
     """Return a digest that is equal for files with the same voxels, also under other names, axes and spacings.
 
-    It is that of the sums over each slab along each axis, modulo 2^64, of numbers that spread each value's bits
-    (Steele, Lea and Flood 2014, doi:10.1145/2660193.2660195, figure 16), from the end at which they are smaller.
+    Files with the same values in another order have it, too.
     """
     with explain_unreadable(file, _describe_kind(file)):
         values, _ = _decode(file, brighten=False)
-    bits = np.ascontiguousarray(values + np.float32(0), np.float32).view(np.uint32).astype(np.uint64)
-    bits *= np.uint64(0x9E3779B97F4A7C15)
-    for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB), (31, 1)):
-        bits ^= bits >> np.uint64(shift)
-        bits *= np.uint64(factor)
-    others = (tuple(other for other in range(bits.ndim) if other != axis) for axis in range(bits.ndim))
-    sums = [bits.sum(axis=each, dtype=np.uint64) for each in others]
-    return blake2b(b"".join(sorted(min(s.tobytes(), s[::-1].tobytes()) for s in sums)), digest_size=16).digest()
+    numbers = np.sort(values.astype(np.float32), axis=None) + np.float32(0)  # no -0
+    return blake2b(repr(sorted(values.shape)).encode() + numbers.tobytes(), digest_size=16).digest()
 
 
 def _decode(file: Path, window: Window | None = None, *, brighten: bool = True) -> tuple[Array, VolumeHeader]:
@@ -301,14 +289,14 @@ def _describe_nifti(file: Path) -> tuple[VolumeHeader, Array]:
     nibabel = load_library("nibabel", file)
     require_regular(file)
     packed = file.name.lower().endswith(".gz")
+    kinds = (nibabel.Nifti1Header, nibabel.Nifti2Header)
     with open_regular(file) as stream:
-        block = gzip.GzipFile(fileobj=stream).read(max(_HEADERS)) if packed else stream.read(max(_HEADERS))
-    known = {int.from_bytes(block[:4], order): order for order in ("little", "big")}
-    size = next((each for each in _HEADERS if each in known), None)
-    if size is None or len(block) < size:
+        block = (gzip.GzipFile(fileobj=stream) if packed else stream).read(kinds[-1].sizeof_hdr)
+    kind = next((kind for kind in kinds if kind.may_contain_header(block)), None)
+    if kind is None:
         raise Unreadable("is not a NIfTI file, or is cut short")
-    kind = nibabel.Nifti1Header if size == min(_HEADERS) else nibabel.Nifti2Header
-    header = kind(block[:size], endianness="<" if known[size] == "little" else ">", check=False)
+    size = kind.sizeof_hdr
+    header = kind(block[:size], check=False)
     shape, dtype = tuple(map(int, header.get_data_shape())), header.get_data_dtype()
     while len(shape) > 3 and shape[-1] == 1:
         shape = shape[:-1]
@@ -325,11 +313,9 @@ def _describe_nifti(file: Path) -> tuple[VolumeHeader, Array]:
     affine = np.asarray(header.get_best_affine(), float)
     unit = _MILLIMETERS.get(int(header["xyzt_units"]) & _UNIT_OF_LENGTH, 1.0)
     affine[:3] *= unit
-    apart = 0.0
+    apart, unused = 0.0, (ValueError, nibabel.spatialimages.HeaderDataError)  # of a qform that is not a rotation
     if header["qform_code"] and header["sform_code"]:
-        with suppress(
-            ValueError, nibabel.spatialimages.HeaderDataError
-        ):  # a qform that is not a rotation, and not used
+        with suppress(*unused):
             apart = unit * _measure_distance(header.get_qform(), header.get_sform(), max(shape[:3]))
     channels = shape[3] if len(shape) == 4 else 1
     places = (*shape[:3], *(1,) * (3 - len(shape)))
@@ -364,17 +350,18 @@ def _describe_grid(file: Path, places: tuple[int, ...], affine: NDArray[np.float
 def _describe_series(folder: Path, series: Series) -> tuple[VolumeHeader, Array]:
     """Return the header of a folder of slices, and the orientation with which their array is turned."""
     described, turned = _describe_grid(folder, series.shape, series.affine)
-    return replace(described, patient=series.patient, hounsfield=holds_hounsfield(series.slices[0])), turned
+    return replace(
+        described, patient=read_patient(series.slices[0]), hounsfield=holds_hounsfield(series.slices[0])
+    ), turned
 
 
 def _describe_dicom(found: Any) -> VolumeHeader:
     """Return the header of a DICOM data set."""
     frames, height, width, channels = count_frames(found)
     shape = (frames, height, width) if frames > 1 else (height, width)
-    steps = [float(step) for step in find_attribute(found, "PixelSpacing") or ()]
     order, apart = order_frames(found)
-    between = [apart] if frames > 1 else []
-    spacing = (*between, *steps) if len(steps) == 2 and all(step > 0 for step in (*between, *steps)) else ()
+    steps = (*[apart] * (frames > 1), *map(float, find_attribute(found, "PixelSpacing") or (0, 0)))
+    spacing = steps if min(steps) > 0 else ()
     sides = [float(cosine) for cosine in find_attribute(found, "ImageOrientationPatient") or ()]
     codes = "" if len(sides) != 6 else "".join(_point(sides[at : at + 3]) for at in (0, 3))
     return VolumeHeader(

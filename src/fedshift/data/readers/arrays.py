@@ -12,14 +12,12 @@ Objects of pandas, Arrow and HuggingFace are recognized by their attributes; the
 from __future__ import annotations
 
 import re
-import zipfile
-import zlib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
 import pandas as pd
@@ -33,7 +31,7 @@ from ...utils.words import join_some
 from ..agreement import refuse_other_class_names
 from ..array_notices import describe_arrays
 from ..arrays import LazyDataset, find_item_groups, holds_arrays, is_hub_dataset, list_class_names, read_part
-from ..formats import open_arrays
+from ..formats import explain_errors, open_arrays
 from ..groups import read_groups
 from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
@@ -48,8 +46,12 @@ NAME = "own data"
 """Name of the federation of objects in memory."""
 SPLIT_ENDS = {"train": ("train",), "validation": ("val", "valid", "validation", "dev"), "test": ("test",)}
 """Ends of array names, and names of folders of ``.npy`` files, of each split."""
+SPLIT_OF = {end: split for split, ends in SPLIT_ENDS.items() for end in ends} | {"": ""}
+"""Split of each end; samples without one are divided."""
 ARRAY_FILE = re.compile(r"\.(np[yz]|pth?|pkl|mat|h5|hdf5)(\.gz)?$", re.IGNORECASE)
 """The end of the name of a file of arrays."""
+UNPICKLED = "arrays of numbers, without pickle"
+"""What files hold, in messages."""
 ACCEPTED = (
     "give (x_train, y_train, x_test, y_test), (x, y), which is divided, one map-style torch dataset or "
     "two, (train, test), whose samples are pairs (input, label), or a dictionary of either"
@@ -126,7 +128,7 @@ def _find_files(path: Path) -> dict[str, Path]:
         return {path.stem: path}
     if any((path / place).is_file() for place in ("x.npy", "train/x.npy")):
         return {path.resolve().name: path}
-    files = {file.stem: file for file in sorted(path.glob("*")) if file.suffix.lower() == ".npz" and file.is_file()}
+    files = {file.stem: file for file in sorted(path.glob("*")) if file.suffix.lower() == ".npz" and not file.is_dir()}
     mapped = sorted([*path.glob("*/x.npy"), *path.glob("*/*/x.npy")])
     folders = {name: path / name for name in (file.relative_to(path).parts[0] for file in mapped)}
     if files and folders:
@@ -145,34 +147,19 @@ def _name_unread(source: Any, clients: Mapping[str, Path]) -> list[str]:
 def _open(path: Path, groups: str | None) -> Iterator[Mapping[str, Any]]:
     """Open the arrays of a client by name; raise :class:`UsageError` if they are damaged or would need pickle."""
     if path.is_dir():
-        files = {file: "_".join([file.stem, *file.relative_to(path).parts[:-1]]) for file in path.rglob("*.npy")}
         wanted = ("x", "y", "m", *([groups] if groups else []))
-        yield {name: _map(file) for file, name in sorted(files.items()) if file.stem in wanted}
-        return
-    if not zipfile.is_zipfile(path):
-        raise UsageError(
-            f"{path} is not an .npz file, or is cut short: write it again with numpy.savez, or leave it out"
-        )
-    try:
-        with open_arrays(path) as arrays:
+        files = sorted(file for file in path.rglob("*.npy") if file.stem in wanted)
+        yield {"_".join([file.stem, *file.relative_to(path).parts[:-1]]): _map(file) for file in files}
+    else:
+        fix = "write it again with numpy.savez, or leave it out"
+        with explain_errors(path, UNPICKLED, fix), open_arrays(path) as arrays:
             yield arrays
-    except UsageError:
-        raise
-    except (OSError, ValueError, EOFError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        raise UsageError(
-            f"{path} cannot be read without pickle ({error}): write it again with arrays of numbers, or leave it out"
-        ) from error
 
 
 def _map(file: Path) -> NDArray[Any]:
-    try:
-        with open_regular(file):
-            mapped: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
-            return mapped
-    except (OSError, ValueError, EOFError) as error:
-        raise UsageError(
-            f"{file} cannot be mapped ({error}): write it again with numpy.save, with an array of numbers"
-        ) from error
+    with explain_errors(file, UNPICKLED, "write it again with numpy.save"), open_regular(file):
+        mapped: NDArray[Any] = np.load(file, mmap_mode="r", allow_pickle=False)
+        return mapped
 
 
 # Splits of a client
@@ -206,61 +193,66 @@ def _list_splits(
     ``groups``: name of the arrays with the group of each sample. ``notices`` receives the names of arrays that are not
     read; None: they are refused.
     """
-    if keys := {"": ""} if "" in arrays else _find_ends(where, arrays, ("",)):
-        keys = keys if "" in keys else {"train": "train", "test": "test"} | keys
-        _require_arrays(where, arrays, keys.values())
-        _name_unused(where, arrays, keys.values(), notices)
-        return {split: (arrays[key], None) for split, key in keys.items()}
-    ends = _find_ends(where, {str(name).partition(".")[0] for name in arrays}, ("x_", "y_", "m_"))
-    named = {split: f"_{ends.get(split, split)}" for split in SPLIT_ENDS if split in ends or split != "validation"}
-    named = named if ends or not ("x" in arrays and "y" in arrays) else {"": ""}
-    target = "m" if "m_train" in arrays and "y_train" not in arrays else "y"
+    roles = [groups] if groups else []
+    names, ends = _sort_names(where, arrays, ["", "x", "y", "m", *roles])
+    if any("" in own for own in names.values()):
+        roles = [""]
+    else:
+        masks = "m" in names.get("train", ()) and "y" not in names["train"]
+        roles = ["x", "m" if masks else "y", *roles]
     found, used = dict[str, tuple[Any, Any]](), list[str]()
-    for split, end in named.items():
-        inputs = [str(name) for name in arrays if str(name).startswith(f"x{end}.")]
-        others = [f"{target}{end}", *([f"{groups}{end}"] if groups else [])]
-        used += [*(inputs or [f"x{end}"]), *others]
-        _require_arrays(where, arrays, used)
-        if inputs and f"x{end}" in arrays:
-            raise UsageError(f"{where}: both arrays 'x{end}' and {inputs[0]!r}: leave one out")
-        x = {name.removeprefix(f"x{end}."): arrays[name] for name in inputs} if inputs else arrays[f"x{end}"]
-        found[split] = (x, arrays[others[0]]), arrays[others[1]] if groups else None
-    _name_unused(where, arrays, used, notices)
-    return found
-
-
-def _find_ends(where: str, names: Collection[str], starts: Sequence[str]) -> dict[str, str]:
-    """Return the end of the names of each split's arrays if, after one of ``starts``, it is among ``names``."""
-    found = dict[str, str]()
-    for split, ends in SPLIT_ENDS.items():
-        here = [end for end in ends if any(f"{start}{end}" in names for start in starts)]
-        if len(here) > 1:
-            raise UsageError(f"{where} has {split} data twice, as {' and '.join(map(repr, here))}: leave one out")
-        if here:
-            found[split] = here[0]
-    return found
-
-
-def _require_arrays(where: str, arrays: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Raise :class:`UsageError` unless there are ``arrays`` of all ``names``."""
-    for name in names:
-        if name not in arrays:
-            file = "/".join([*name.split("_")[:0:-1], f"{name.split('_')[0]}.npy"])
-            raise UsageError(
-                f"{where} has no array {name!r}, or file {file} (it has {join_some(map(str, arrays)) or 'none'}): "
-                "name the arrays x_train, y_train, x_test, y_test, or x and y, to be divided; "
-                "give columns of a table as pandas.DataFrame, or choose other clients ({})",
-                Ref("domains"),
-            )
-
-
-def _name_unused(where: str, arrays: Iterable[object], used: Collection[str], notices: list[str] | None) -> None:
-    """Add names of ``arrays`` that are not ``used`` to ``notices``; without these, refuse them."""
-    unused = [str(name) for name in arrays if name not in used]
+    wanted = [split for split in SPLITS if split in names or split != "validation"]
+    for split in [""] if list(names) == [""] else wanted:
+        for role in roles:
+            if role not in names.get(split, ()):
+                _refuse_lack(where, arrays, "_".join(filter(None, [role, ends.get(split, split)])))
+            used += names[split][role].values()
+        data, *others = (_take_arrays(where, arrays, names[split][role]) for role in roles)
+        found[split] = ((data, others[0]) if others else data), others[1] if groups and others else None
+    unused = [str(name) for name in arrays if str(name) not in used]
     if unused and notices is None:
         raise unknown_name(f"array of {where}", unused[0], used)
     if unused and notices is not None:
         notices.append(f"{where}: arrays that are not read: {join_some(unused)}; the data are {', '.join(used)}")
+    return found
+
+
+def _sort_names(
+    where: str, arrays: Mapping[str, Any], roles: Sequence[str]
+) -> tuple[dict[str, dict[str, dict[str, str]]], dict[str, str]]:
+    """Return the names of ``arrays`` by split, role and input, and the end of each split's names; others are left out.
+
+    The role of a dataset, or of a pair of arrays, is ``""``, and so is the input of samples with one.
+    """
+    names, ends = dict[str, dict[str, dict[str, str]]](), dict[str, str]()
+    for name in map(str, arrays):
+        stem, _, one = name.partition(".")
+        role, _, end = (stem, "", "") if stem in roles else stem.rpartition("_")
+        if role in roles and end in SPLIT_OF and (role == "x" or not one):
+            split = SPLIT_OF[end]
+            if (known := ends.setdefault(split, end)) != end:
+                raise UsageError(f"{where} has {split} data twice, as {known!r} and {end!r}: leave one out")
+            names.setdefault(split, {}).setdefault(role, {})[one] = name
+    if len(names) > 1:
+        names.pop("", None)
+    return names, ends
+
+
+def _take_arrays(where: str, arrays: Mapping[str, Any], names: Mapping[str, str]) -> Any:
+    """Return the array of one name, or arrays by input."""
+    if "" in names and len(names) > 1:
+        raise UsageError(f"{where}: both arrays {' and '.join(map(repr, list(names.values())[:2]))}: leave one out")
+    return {one: arrays[name] for one, name in names.items()} if "" not in names else arrays[names[""]]
+
+
+def _refuse_lack(where: str, arrays: Mapping[str, Any], name: str) -> NoReturn:
+    file = "/".join([*name.split("_")[:0:-1], f"{name.split('_')[0]}.npy"])
+    raise UsageError(
+        f"{where} has no array {name!r}, or file {file} (it has {join_some(map(str, arrays)) or 'none'}): "
+        "name the arrays x_train, y_train, x_test, y_test, or x and y, to be divided; "
+        "give columns of a table as pandas.DataFrame, or choose other clients ({})",
+        Ref("domains"),
+    )
 
 
 def _read_split(

@@ -12,6 +12,7 @@ the class folders of all clients, selected or not. A mask has the class of each 
 from __future__ import annotations
 
 import pickle
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -164,13 +165,8 @@ def read(source: Path, reading: ReadOptions) -> Source:
             "task": reading.task or CLASSIFICATION, "classes": reading.classes or len(labels),
             "class_names": tuple(labels), "notices": (),
         }  # fmt: skip
-    rows = _list_images(files, reading)
-    return Source(
-        name=source.resolve().name, rows=rows, decode=partial(_decode, files, rows, reading),
-        arrays=tuple(Array(where=f"client {name!r}", y=own) for name, own in y.items()),
-        note=f"{{samples}} {_NOUNS[content]} of {{clients}} clients", faults=tuple(faults),
-        **(facts | {"notices": (*notices, *told, *facts["notices"])}),
-    )  # fmt: skip
+    facts |= {"notices": (*notices, *told, *facts["notices"])}
+    return make_source(files, y, reading, faults=tuple(faults), **facts)
 
 
 def _refuse_options(source: Path, content: str, reading: ReadOptions) -> None:
@@ -241,6 +237,16 @@ def _number_labels(source: Path, places: Mapping[str, Path], reading: ReadOption
             "many"
         )
     return labels
+
+
+def make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, **facts: Any) -> Source:
+    """Return the source of files with the targets ``y`` of each client."""
+    rows = _list_images(files, reading)
+    return Source(
+        name=files.path.resolve().name, rows=rows, decode=partial(_decode, files, rows, reading),
+        arrays=tuple(Array(where=f"client {name!r}", y=own) for name, own in y.items()),
+        note=f"{{samples}} {_NOUNS[files.content]} of {{clients}} clients", **facts,
+    )  # fmt: skip
 
 
 def _list_images(files: Folders, reading: ReadOptions) -> pd.DataFrame:
@@ -647,6 +653,9 @@ def _list_notices(files: Folders, name: str, images: Pixels, reading: ReadOption
     if several := {path: count for path, count in frames.items() if count > 1}:
         told = join_some(f"{path}: {count}" for path, count in several.items())
         notices.append(f"client {name!r}: {len(several)} files hold several frames, the first is read ({told})")
+    changes = Counter(getattr(files.headers.get(f.path), "changed", "") for f in client.images)
+    counts = [f"{count} of {len(client.images)} images {change}" for change, count in changes.items() if change]
+    notices += [Information(f"client {name!r}: {text}") for text in counts]
     if images.constant:
         notices.append(
             f"client {name!r}: {len(images.constant)} of {len(client.images)} images are constant, all of their pixels "

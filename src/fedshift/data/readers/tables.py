@@ -15,6 +15,7 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal
 
@@ -75,6 +76,7 @@ options = frozenset(
 
 _ONE_COMMA, _ONE_POINT = (rf"^\s*[+-]?\d*{sign}(\d{{1,2}}|\d{{4,}})\s*$" for sign in (",", r"\."))
 """Numbers whose only comma, or point, does not separate thousands."""
+_ZERO_FIRST = r"^\s*[+-]?0\d"
 _COMMA = r"^\s*([+-]?\d*),(\d+([eE][+-]?\d+)?)\s*$"
 Numbers = NDArray[np.float64]
 Ints = NDArray[np.intp]
@@ -83,7 +85,7 @@ Ints = NDArray[np.intp]
 # Files
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Table:
     """A table in memory.
 
@@ -105,6 +107,12 @@ class Table:
         """Names of the columns."""
         return list(self.cells.column_names)
 
+    def take(self, name: str) -> pa.ChunkedArray:
+        """Return the cells of a column, which the table loses, so that their memory is free once they are read."""
+        column = self.cells.column(name)
+        self.cells = self.cells.drop_columns(name)
+        return column
+
 
 def find_tables(path: Path) -> list[Path]:
     """Return the tables at ``path``, sorted by name: the file itself, or the tables directly in a directory."""
@@ -116,8 +124,8 @@ def is_table(file: Path) -> bool:
     return file.suffix.lower() in SUFFIXES and file.name[:1] not in "._" and file.exists() and not file.is_dir()
 
 
-def read_table(path: Path, names_only: bool = False) -> Table:
-    """Return a table, or its names without rows; raise :class:`UsageError` if the file or its line of names is bad."""
+def read_table(path: Path) -> Table:
+    """Return a table; raise :class:`UsageError` if the file or its line of names is bad."""
     with _explain_errors(path):
         require_regular(path)
         if path.suffix.lower() == ".parquet":
@@ -125,7 +133,7 @@ def read_table(path: Path, names_only: bool = False) -> Table:
             groups = [facts.row_group(number).total_byte_size for number in range(facts.num_row_groups)]
             check_expansion(path, max(sum(groups), 4 * facts.num_rows * facts.num_columns))
             _check_names(path, facts.schema.to_arrow_schema().names)
-            return Table(path, facts.schema.to_arrow_schema().empty_table() if names_only else pq.read_table(path))
+            return Table(path, pq.read_table(path))
         before, separator, header = _find_form(path)
         parse = pa.csv.ParseOptions(delimiter=separator, newlines_in_values=True)
         size = max(1 << 20, 16 * len(header))
@@ -133,8 +141,6 @@ def read_table(path: Path, names_only: bool = False) -> Table:
         names = pa.csv.open_csv(path, block, parse).schema.names
         _check_names(path, names)
         types = dict.fromkeys(names, pa.string())
-        if names_only:
-            return Table(path, pa.schema(list(types.items())).empty_table())
         convert = pa.csv.ConvertOptions(column_types=types, null_values=MISSING, strings_can_be_null=True)
         cells = pa.csv.read_csv(path, block, parse, convert)
         decimal = _find_decimal(cells, separator) if separator in ";\t" else ""
@@ -260,6 +266,12 @@ class Cells:
         """Return the distinct texts of ``rows``, by first occurrence."""
         return [self.texts[place] for place in dict.fromkeys(self.place[rows].tolist())]
 
+    def rename(self, stands: Mapping[str, str]) -> Cells:
+        """Return the cells with other texts, by text; those that are not in ``stands`` stay."""
+        renamed = [stands.get(text, text) for text in self.texts]
+        texts = list(dict.fromkeys(renamed))
+        return replace(self, texts=texts, place=np.array([*map(texts.index, renamed), -1])[self.place])
+
     def read_values(self, column: Column) -> Numbers:
         """Return the value of each cell as ``column`` has it, ``[N]``: a number, or that of its category, or NaN.
 
@@ -300,53 +312,43 @@ def clean_texts(cells: pa.ChunkedArray) -> pa.ChunkedArray:
 
 def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cells:
     """Return the cells of a column in the rows that are read; raise :class:`UsageError` if it cannot be an input."""
-    kinds = [table.cells.schema.field(name).type for table in rows.tables]
-    for table, kind in zip(rows.tables, kinds, strict=True):
+    kinds = {table.cells.schema.field(name).type: table.path for table in rows.tables}
+    for kind, path in kinds.items():
         if pa.types.is_temporal(kind):
-            raise _refuse_dates(name, f"{kind} in {table.path}")
+            raise _refuse_dates(name, f"{kind} in {path}")
         if not (is_text(kind) or _is_number(kind)):
             raise UsageError(
-                f"{table.path}: column {name!r} holds {kind}, neither numbers nor text: leave it out ({{}})",
+                f"{path}: column {name!r} holds {kind}, neither numbers nor text: leave it out ({{}})",
                 Ref(ignore_columns=name),
             )
-    texts, declared = list(map(is_text, kinds)), any(map(pa.types.is_dictionary, kinds))
-    cells, wordy = rows.take(name), declared or (known is not None and known.categories is not None)
+    declared = any(map(pa.types.is_dictionary, kinds))
     told: Any = {
         "name": name, "declared": declared, "where": lambda some: rows.locate(rows.read[some]),
-        "typed": not all(text or pa.types.is_null(kind) for text, kind in zip(texts, kinds, strict=True)),
+        "typed": not all(is_text(kind) or pa.types.is_null(kind) for kind in kinds),
     }  # fmt: skip
-    pairs = [] if wordy else list(zip(cells, rows.tables, strict=True))
-    plain = [values for some, table in pairs if (values := _read_plain(some, table.decimal)) is not None]
-    if len(plain) == len(cells):
-        return Cells(numbers=np.concatenate(plain), **told)
-    known_texts: dict[str, int] = {}
-    numbers, places, numerals = list[Numbers](), list[Ints](), list[Numerals]()
-    for some, table in zip(cells, rows.tables, strict=True):
-        number, distinct, place, numeral = _read_words(some, table.decimal)
-        shared = np.array([*(known_texts.setdefault(text, len(known_texts)) for text in distinct), -1])
-        numbers, places, numerals = [*numbers, number], [*places, shared[place]], [*numerals, numeral]
+    pairs = list(zip(rows.take(name), rows.tables, strict=True))
+    if not declared and (known is None or known.categories is None):
+        plain = [values for cells, table in pairs if (values := _read_plain(cells, table.decimal)) is not None]
+        if len(plain) == len(pairs):
+            return Cells(numbers=np.concatenate(plain), **told)
+    numbers, distinct, places, numerals = zip(
+        *(_read_words(cells, table.decimal) for cells, table in pairs), strict=True
+    )
+    index = {text: at for at, text in enumerate(dict.fromkeys(chain(*distinct)))}
+    shared = [np.array([*map(index.get, texts), -1])[place] for texts, place in zip(distinct, places, strict=True)]
     return Cells(
-        numbers=np.concatenate(numbers), place=np.concatenate(places), texts=list(known_texts), numerals=numerals,
-        **told,
-    )  # fmt: skip
+        numbers=np.concatenate(numbers), place=np.concatenate(shared), texts=list(index), numerals=numerals, **told
+    )
 
 
-def _merge_texts(seen: Cells, clients: NDArray[np.object_], known: Column | None) -> tuple[Cells, list[str]]:
-    """Return cells with one spelling for each category, as in ``known`` where possible, and notices."""
-    if known is not None and known.categories is not None:
-        stands = {text: match_name(text, known.categories) or text for text in seen.texts}
-        others = [f"{text!r} is read as {name!r}" for text, name in stands.items() if name != text]
-        notices = (
-            [f"column {seen.name!r} is spelled as in the data that it joins: {join_some(others)}"] if others else []
-        )
-    elif (len(seen.odd) or seen.declared) and len(seen.texts) <= 4 * MOST_CATEGORIES and group_alike(seen.texts):
-        held = {name: seen.list_texts(np.flatnonzero((clients == name) & (seen.place >= 0))) for name in set(clients)}
-        stands, notices = merge_names(held, f"categories of {seen.name!r}")
-    else:
+def _merge_texts(seen: Cells, clients: NDArray[np.object_]) -> tuple[Cells, list[str]]:
+    """Return cells with one spelling for each category, and notices."""
+    words = len(seen.odd) > 0 or seen.declared
+    if not words or len(seen.texts) > 4 * MOST_CATEGORIES or not group_alike(seen.texts):
         return seen, []
-    texts = list(dict.fromkeys(stands.get(text, text) for text in seen.texts))
-    place = np.array([*(texts.index(stands.get(text, text)) for text in seen.texts), -1])[seen.place]
-    return replace(seen, texts=texts, place=place), notices
+    held = {name: seen.list_texts(np.flatnonzero((clients == name) & (seen.place >= 0))) for name in set(clients)}
+    stands, notices = merge_names(held, f"categories of {seen.name!r}")
+    return seen.rename(stands), notices
 
 
 def _is_number(kind: Any) -> bool:
@@ -360,12 +362,13 @@ def _read_plain(cells: pa.ChunkedArray, decimal: str) -> Numbers | None:
         return None
     if not is_text(cells.type):
         return _to_float64(cells)
-    if decimal in (",", "?") and pc.any(pc.match_substring_regex(cells, GROUPED)).as_py():
-        return None
-    with suppress(pa.ArrowInvalid):
-        return _to_float64(cells)
-    with suppress(pa.ArrowInvalid):  # slower
-        return _to_float64(clean_texts(cells))
+    for clean in (False, True):  # clean is slower
+        with suppress(pa.ArrowInvalid):
+            values = _to_float64(clean_texts(cells) if clean else cells)
+            doubtful = (
+                GROUPED if decimal in (",", "?") else _ZERO_FIRST if not (values > np.floor(values)).any() else ""
+            )
+            return None if doubtful and pc.any(pc.match_substring_regex(cells, doubtful)).as_py() else values
     return None
 
 
@@ -423,7 +426,7 @@ def infer_column(seen: Cells) -> tuple[Column, str]:
 
 
 def _describe_numerals(seen: Cells) -> str:
-    """Return a notice of texts among numbers, and of numbers that are not written as programs write them."""
+    """Return a notice of texts among numbers, and of numbers that may not mean what they say."""
     first = {text: np.flatnonzero(seen.place == at)[:1] for at, text in enumerate(seen.texts) if text.lower() in CODES}
     codes = join_some(f"{code!r} ({seen.where(row)})" for code, row in first.items())
     read = {
@@ -432,11 +435,26 @@ def _describe_numerals(seen: Cells) -> str:
         and (each.decimal != "," or not re.fullmatch(_COMMA, text))
     }  # fmt: skip
     pairs = join_some((f"{text!r} as {number:.15g}" for text, number in read.items()), shown=3)
-    return "; ".join(filter(None, [
-        f"column {seen.name!r} holds {codes} among numbers, which counts as a missing value; leave the cells empty, or "
-        "write all values as words if it is a category" if codes else "",
-        f"column {seen.name!r} holds numbers in other forms, read by one rule: {pairs}" if read else "",
-    ]))  # fmt: skip
+    zeros = next((text for text in seen.texts if re.fullmatch(r"0\d+", text)), "")
+    date = _find_compact_date(seen.numbers)
+    told = {
+        f"{codes} among numbers, which counts as a missing value; leave the cells empty, or write all values as words "
+        "if it is a category": codes,
+        f"numbers in other forms, read by one rule: {pairs}": pairs,
+        f"{zeros!r}, which is read as a number; if its zeros count, as in a postal code, write it with a letter": zeros,
+        f"numbers such as {date}; if they are dates, whose differences are not days, write the days since one": date,
+    }
+    return "; ".join(f"column {seen.name!r} holds {text}" for text, holds in told.items() if holds)
+
+
+def _find_compact_date(numbers: Numbers) -> str:
+    """Return the first of ``numbers`` if all can be dates such as 20240131; else an empty text."""
+    known = numbers[~np.isnan(numbers)]
+    if not len(known) or not 19e6 < known.min() <= known.max() < 21e6:
+        return ""
+    month, day = known // 100 % 100, known % 100
+    dates = (month > 0) & (month < 13) & (day > 0) & (day < 32)
+    return f"{known[0]:.0f}" if dates.all() else ""
 
 
 def _refuse_doubt(seen: Cells) -> None:
@@ -468,35 +486,46 @@ def _refuse_dates(name: str, example: str) -> UsageError:
     )
 
 
-def match_column(column: Column, seen: Cells, other: str) -> Column:
-    """Return ``column`` of ``other``, data or a model; raise :class:`UsageError` if the cells do not fit it."""
+def match_column(column: Column, seen: Cells, other: str) -> tuple[Numbers, list[str]]:
+    """Return the values ``[N]`` of a ``column`` of ``other``, data or a model, and notices of other spellings.
+
+    Raises :class:`UsageError` if the cells do not fit it.
+    """
     have = f"column {column.name!r} holds"
     if column.categories is None:
-        _refuse_doubt(seen)
-        if len(seen.truths) and column.holds == "numbers":
-            raise UsageError(
-                f"{seen.where(seen.truths[:1])}: {have} True or False, but numbers other than 0 and 1 in {other}: "
-                "give the same measurement"
-            )
-        if len(seen.odd):
-            raise UsageError(
-                f"{seen.where(seen.odd[:1])}: {have} text such as {seen.list_texts(seen.odd)[0]!r}, but numbers in "
-                f"{other}: make it numbers, empty where there is none"
-            )
-        if (unit := _find_unit(seen)) not in ("", column.unit):
-            raise UsageError(
-                f"{have} numbers in {unit}, but in {column.unit or 'no unit'} in {other}: give the same unit"
-            )
-        return column
+        _refuse_other_numbers(column, seen, other)
+        return seen.read_values(column), []
     listed = ", ".join(column.categories)
     if seen.typed:
         raise UsageError(f"{have} numbers, but text in {other}: give one of {listed}, as text")
-    if unknown := [text for text in seen.counts if text not in column.categories]:
+    names = {text: match_name(text, column.categories) for text in seen.counts}
+    if unknown := [text for text, name in names.items() if name is None]:
         raise UsageError(
             f"{have} {', '.join(map(repr, unknown[:8]))}, but its categories in {other}, are {listed}: call it one of "
             "them, or leave the cells empty"
         )
-    return column
+    stands = {text: str(name) for text, name in names.items() if name != text}
+    told = join_some(f"{text!r} is read as {name!r}" for text, name in stands.items())
+    notices = [f"column {column.name!r} is spelled as in {other}: {told}"] if told else []
+    return seen.rename(stands).read_values(column), notices
+
+
+def _refuse_other_numbers(column: Column, seen: Cells, other: str) -> None:
+    """Raise :class:`UsageError` unless cells are numbers as those of ``column`` in ``other`` are."""
+    have = f"column {column.name!r} holds"
+    _refuse_doubt(seen)
+    if len(seen.truths) and column.holds == "numbers":
+        raise UsageError(
+            f"{seen.where(seen.truths[:1])}: {have} True or False, but numbers other than 0 and 1 in {other}: give the "
+            "same measurement"
+        )
+    if len(seen.odd):
+        raise UsageError(
+            f"{seen.where(seen.odd[:1])}: {have} text such as {seen.list_texts(seen.odd)[0]!r}, but numbers in "
+            f"{other}: make it numbers, empty where there is none"
+        )
+    if (unit := _find_unit(seen)) not in ("", column.unit):
+        raise UsageError(f"{have} numbers in {unit}, but in {column.unit or 'no unit'} in {other}: give the same unit")
 
 
 def _describe_numbers(column: Column, values: Numbers, seen: Cells) -> Column:
@@ -522,6 +551,7 @@ class TableRows:
 
     Attributes:
         tables: The tables.
+        starts: Number of the first row of each table, and of all rows.
         roles: Text of each row in each column with a role, and its client (``""``).
         read: Numbers of the rows of chosen clients, ascending.
         names: The chosen clients.
@@ -529,25 +559,24 @@ class TableRows:
     """
 
     tables: Sequence[Table]
+    starts: Ints
     roles: pd.DataFrame
     read: Ints
     names: Sequence[str]
 
     def take(self, name: str) -> list[pa.ChunkedArray]:
-        """Return the cells of a column in the rows that are read, of each table."""
-        starts = np.cumsum([0, *(len(table.cells) for table in self.tables)])
-        columns = [table.cells.column(name) for table in self.tables]
-        if len(self.read) == starts[-1]:
+        """Return the cells of a column in the rows that are read, of each table, which loses the column."""
+        columns = [table.take(name) for table in self.tables]
+        if len(self.read) == self.starts[-1]:
             return columns
-        cuts = np.searchsorted(self.read, starts)
-        own = [self.read[first:last] - start for first, last, start in zip(cuts, cuts[1:], starts, strict=False)]
-        return [column.take(pa.array(rows)) for column, rows in zip(columns, own, strict=True)]
+        cuts = np.split(self.read, np.searchsorted(self.read, self.starts[1:-1]))
+        triples = zip(columns, cuts, self.starts, strict=False)
+        return [column.take(pa.array(rows - start)) for column, rows, start in triples]
 
     def locate(self, rows: Ints) -> str:
         """Return the file and row numbers (from 1) of ``rows``, in ascending order; only rows of the first file."""
-        ends = np.cumsum([len(table.cells) for table in self.tables])
-        place = int(np.searchsorted(ends, rows[0], side="right"))
-        here = rows[rows < ends[place]] - ends[place] + len(self.tables[place].cells) + 1
+        place = int(np.searchsorted(self.starts, rows[0], side="right")) - 1
+        here = rows[rows < self.starts[place + 1]] - self.starts[place] + 1
         return f"{self.tables[place].path}, data row{'s' * (len(here) > 1)} {join_some(map(str, here))}"
 
 
@@ -575,7 +604,8 @@ def _find_rows(tables: Sequence[Table], reading: ReadOptions) -> TableRows:
             )
     chosen = known if by_file else choose_clients(known, reading)
     read = roles[""].isin(chosen).to_numpy()
-    made = TableRows(tables=tables, roles=roles, read=np.flatnonzero(read), names=chosen)
+    starts = np.cumsum([0, *(len(table.cells) for table in tables)])
+    made = TableRows(tables=tables, starts=starts, roles=roles, read=np.flatnonzero(read), names=chosen)
     for name in reading.role_columns:
         missing = roles[name].isna().to_numpy() & (read | (name == column))
         if missing.any():
@@ -608,14 +638,13 @@ def read(source: Path, reading: ReadOptions) -> Source:
     Raises :class:`UsageError` if the data cannot be used, naming file, column, client or rows.
     """
     files, column = find_tables(source), reading.client_column
-    if reading.schema is not None and column and files and column not in read_table(files[0], names_only=True).names:
+    if reading.schema is not None and column and column not in read_table(files[0]).names:
         reading, column = replace(reading, client_column=None), None
     if column is None:
         if len(files) == 1 and reading.schema is None:
-            names = read_table(files[0], names_only=True).names
             raise UsageError(
                 f"{files[0]} is a single table: say which column holds the client of each row ({{}}), or give a "
-                f"directory with a file for each client; {_describe_candidates(names, CLIENTS)}",
+                f"directory with a file for each client; {_describe_candidates(read_table(files[0]).names, CLIENTS)}",
                 Ref("client_column"),
             )
         by_stem: dict[str, Path] = {}
@@ -625,8 +654,8 @@ def read(source: Path, reading: ReadOptions) -> Source:
         files = [by_stem[name] for name in choose_clients(by_stem, reading)] if reading.domains else files
     name = source.resolve().name if source.is_dir() else source.resolve().stem
     beside = sorted(source.iterdir()) if source.is_dir() else []
-    unread = [file.name for file in beside if _may_hold_rows(file, reading)]
-    fault = f"{join_some(unread)} in {source} may hold rows, and is left out: write {', '.join(SUFFIXES)}"
+    unread = join_some(file.name for file in beside if _may_hold_rows(file, reading))
+    fault = f"{unread} in {source} may hold rows, and is left out: write {', '.join(SUFFIXES)}"
     return replace(read_tables(list(map(read_table, files)), name, reading), faults=(fault,) if unread else ())
 
 
@@ -644,35 +673,36 @@ def _may_hold_rows(file: Path, reading: ReadOptions) -> bool:
 def read_tables(tables: Sequence[Table], name: str, reading: ReadOptions) -> Source:
     """Return the clients of ``tables`` as the data ``name``; refuse tables with other columns."""
     _refuse_other_columns(tables, reading)
-    reading, notices = _check_roles(tables, reading)
+    _check_roles(tables, reading)
+    reading, notices = _adopt_split(tables, reading)
     features = _choose_features(tables[0], reading)
     rows = _find_rows(tables, reading)
     task = reading.task or CLASSIFICATION
     y, classes, class_names = _read_targets(rows, task, reading, notices)
     theirs = {column.name: column for column in reading.schema.columns} if reading.schema else {}
+    joined = f"{reading.schema.name!r}, the data that it joins" if reading.schema else ""
     client = rows.roles[""].to_numpy()[rows.read]
-    columns, values, joined = [], [], reading.schema.name if reading.schema else ""
+    columns, values = list[Column](), list[Numbers]()
     for done, feature in enumerate(features, 1):
-        seen, remarks = _merge_texts(_read_cells(feature, rows, theirs.get(feature)), client, theirs.get(feature))
-        if feature in theirs:
-            column, said = match_column(theirs[feature], seen, f"{joined!r}, the data that it joins"), ""
+        seen = _read_cells(feature, rows, theirs.get(feature))
+        if column := theirs.get(feature):
+            numbers, said = match_column(column, seen, joined)
         else:
-            column, said = infer_column(seen)
-        notices += [*remarks, *([said] if said else [])]
-        values.append(seen.read_values(column))
-        columns.append(_describe_numbers(column, values[-1], seen))
+            seen, said = _merge_texts(seen, client)
+            column, more = infer_column(seen)
+            numbers, said = seen.read_values(column), [*said, *filter(None, [more])]
+        notices += said
+        values.append(numbers)
+        columns.append(_describe_numbers(column, numbers, seen))
         if reading.progress:
             reading.progress("columns", done, len(features))
+    pa.default_memory_pool().release_unused()
     pairs = zip(columns, values, strict=True)
-    constant = [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]
-    if constant:
+    if constant := [repr(column.name) for column, own in pairs if np.fmin.reduce(own) == np.fmax.reduce(own)]:
         notices.append(f"the same in all rows, so nothing can be learned from it: {join_some(constant)}")
     places = {name: np.flatnonzero(client == name) for name in rows.names}
     return Source(
-        name=name,
-        rows=pd.concat(
-            [_list_rows(rows, *own, at, reading) for at, own in enumerate(places.items())], ignore_index=True
-        ),
+        name=name, rows=_list_rows(rows, places, reading),
         arrays=tuple(Array(where=f"client {name!r}", y=y[torch.from_numpy(here)]) for name, here in places.items()),
         decode=partial(_prepare_clients, rows, places, tuple(columns), values, reading),
         task=task, classes=classes, class_names=class_names, notices=tuple(notices),
@@ -728,18 +758,14 @@ def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
     for cells that do not fit.
     """
     table = read_table(path)
-    lacking = [column.name for column in columns if column.name not in table.names]
-    if lacking:
+    if lacking := [column.name for column in columns if column.name not in table.names]:
         raise UsageError(
             f"{path} has no column {', '.join(map(repr, lacking))}: give every column, with empty cells where a value "
             f"is missing; its columns are {', '.join(table.names)}"
         )
-    rows = _find_rows([table], ReadOptions())
-    features = []
-    for column in columns:
-        seen, _ = _merge_texts(_read_cells(column.name, rows, column), np.empty(0, object), column)
-        features.append(spread(seen.read_values(match_column(column, seen, f"the model {other!r}")), column))
-    return np.concatenate(features, axis=1)
+    rows, model = _find_rows([table], ReadOptions()), f"the model {other!r}"
+    cells = ((column, _read_cells(column.name, rows, column)) for column in columns)
+    return np.concatenate([spread(match_column(column, seen, model)[0], column) for column, seen in cells], axis=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -803,20 +829,25 @@ def _loses_digits(values: NDArray[np.floating], rounded: NDArray[np.float32]) ->
     return 2 * len(np.unique(rounded)) < len(np.unique(values)) + 1
 
 
-def _list_rows(rows: TableRows, client: str, here: Ints, array: int, reading: ReadOptions) -> pd.DataFrame:
-    """Return the rows of one client, whose numbers among those that are read are ``here``."""
-    own, split = rows.roles.iloc[rows.read[here]], None
+def _list_rows(rows: TableRows, places: Mapping[str, Ints], reading: ReadOptions) -> pd.DataFrame:
+    """Return the rows of the clients, whose numbers among those that are read are ``places``."""
+    order = rows.read[np.concatenate(list(places.values()))]
+    held, split, group = rows.roles.iloc[order], DRAWN, None
     if reading.split_column:
-        told = own[reading.split_column].str.lower().map(SIDES)
-        if told.isna().any():
-            at = np.flatnonzero(told.isna())
+        words = held[reading.split_column]
+        split = words.str.lower().map(SIDES).to_numpy()
+        if len(odd := np.sort(order[pd.isna(split)])):
             raise UsageError(
-                f"{rows.locate(rows.read[here[at]])}: {own[reading.split_column].iloc[at[0]]!r} in column "
+                f"{rows.locate(odd)}: {rows.roles[reading.split_column][odd[0]]!r} in column "
                 f"{reading.split_column!r}, the split of rows; allowed are {', '.join(SIDES)}"
             )
-        split = told.to_numpy()
-    group = own[reading.groups].astype(str).to_numpy() if reading.groups else None
-    return list_rows(client, array, len(here), split=DRAWN if split is None else split, group=group)
+    if reading.groups:
+        group = held[reading.groups].astype(str).to_numpy()
+    counts = list(map(len, places.values()))
+    listed = list_rows(held[""].to_numpy(), 0, len(order), split=split, group=group)
+    return listed.assign(
+        array=np.repeat(np.arange(len(counts)), counts), place=np.concatenate(list(map(np.arange, counts)))
+    )
 
 
 def _refuse_missing(client: str, x: Numbers, columns: Sequence[Column]) -> None:
@@ -850,73 +881,67 @@ def _refuse_other_columns(tables: Sequence[Table], reading: ReadOptions) -> None
                 )
 
 
-def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOptions, list[str]]:
-    """Check the columns with a role; return ``reading``, with the split column if one was found, and notices."""
-    names = tables[0].names
+def _check_roles(tables: Sequence[Table], reading: ReadOptions) -> None:
+    """Raise :class:`UsageError` unless each column with a role is in the tables, with one role and plain values."""
+    names, path, roles = tables[0].names, tables[0].path, reading.role_columns
     if reading.target is None:
         raise UsageError(
-            f"{tables[0].path}: say which column holds the label ({{}}); {_describe_candidates(names, TARGETS)}",
-            Ref("target"),
+            f"{path}: say which column holds the label ({{}}); {_describe_candidates(names, TARGETS)}", Ref("target")
         )
-    roles = reading.role_columns
     for name, count in Counter(roles + [name for name in reading.ignored if name in roles]).items():
         if name not in names and reading.schema:
             raise UsageError(
-                f"{tables[0].path} has no column {name!r} of {reading.schema.name!r}, the data that it joins: "
-                f"rename a column; columns are {', '.join(names)}"
+                f"{path} has no column {name!r} of {reading.schema.name!r}, the data that it joins: rename a column; "
+                f"columns are {', '.join(names)}"
             )
         if len(names) == 1:
-            raise UsageError(f"{tables[0].path} has one column, {names[0]!r}: separate columns by commas or tabs")
+            raise UsageError(f"{path} has one column, {names[0]!r}: separate columns by commas or tabs")
         if name not in names:
             raise unknown_name("column", name, names)
         if count > 1:
             raise UsageError(
-                f"column {name!r} is named for {count} purposes: target, client, split, group and ignored "
-                "columns differ"
+                f"column {name!r} is named for {count} purposes: target, client, split, group and ignored columns "
+                "differ"
             )
         for table in tables:
             if pa.types.is_nested(kind := table.cells.schema.field(name).type):
                 raise UsageError(f"{table.path}: column {name!r} holds {kind}: give it one value a row")
-    return _adopt_split(tables, reading, [notice for table in tables for notice in table.notices])
 
 
-def _adopt_split(
-    tables: Sequence[Table], reading: ReadOptions, notices: list[str]
-) -> tuple[ReadOptions, list[str]]:  # fmt: skip
-    """Return ``reading`` with a column that is called split, if none is named, and ``notices`` of such columns."""
-    taken = (*reading.role_columns, *reading.ignored)
-    free = [name for name in tables[0].names if name not in taken] if reading.split_column is None else []
-    for name, values in ((name, _find_split(name, tables)) for name in free):
-        if values and name.strip().lower() == "split" and reading.split_column is None and SIDES.keys() >= values:
+def _adopt_split(tables: Sequence[Table], reading: ReadOptions) -> tuple[ReadOptions, list[str]]:
+    """Return ``reading`` with a column that is called split, if none is named, and notices of tables and such columns.
+
+    Raises :class:`UsageError` if a column that is called split has words for it and others.
+    """
+    notices = [notice for table in tables for notice in table.notices]
+    for name in tables[0].names if reading.split_column is None else ():
+        called, taken = name.strip().lower() == "split", name in (*reading.role_columns, *reading.ignored)
+        words = set() if taken else _list_words(name, tables, whole=called)
+        sides = {SIDES.get(word) for word in words}
+        if called and words and None not in sides:
             notices.append(Information(f"column {name!r} assigns rows to training, validation and testing"))
-            reading = replace(reading, split_column=name)
-        elif values is not None:
+            return replace(reading, split_column=name), notices
+        if called and sides > {"train", None}:
+            raise UsageError(
+                f"column {name!r} holds {', '.join(map(repr, sorted(words)[:3]))}: the split of rows is one of "
+                f"{', '.join(SIDES)}; write these, rename the column, or leave it out ({{}})",
+                Ref(ignore_columns=name),
+            )
+        if not taken and (called or (None not in sides and sides >= {"train", "test"})):
             notices.append(
                 f"column {name!r} is an input, and assigns no rows to training and testing: split_column does"
             )
     return reading, notices
 
 
-def _find_split(name: str, tables: Sequence[Table]) -> set[str] | None:
-    """Return the values, in lower case, of a column that is called split or whose values all are words for a split.
-
-    Raises :class:`UsageError` if a column that is called split has other values besides these words.
-    """
-    columns, called = [table.cells.column(name) for table in tables], name.strip().lower() == "split"
+def _list_words(name: str, tables: Sequence[Table], *, whole: bool) -> set[str]:
+    """Return the texts of a column in lower case; none unless ``whole`` or the first is a word for a split."""
+    columns = [table.cells.column(name) for table in tables]
     if not all(is_text(column.type) for column in columns):
-        return set() if called else None
+        return set()
     first = next((str(cell).strip().lower() for cell in columns[0][:100] if cell.is_valid), "")
-    if not called and first not in SIDES:
-        return None
-    values = {value.lower() for column in columns for value in clean_texts(column).unique().to_pylist() if value}
-    sides = {SIDES.get(value) for value in values}
-    if called and sides > {"train", None}:
-        raise UsageError(
-            f"column {name!r} holds {', '.join(map(repr, sorted(values)[:3]))}: the split of rows is one of "
-            f"{', '.join(SIDES)}; write these, rename the column, or leave it out ({{}})",
-            Ref(ignore_columns=name),
-        )
-    return values if called or (None not in sides and sides >= {"train", "test"}) else None
+    texts = [clean_texts(column).unique().to_pylist() for column in columns] if whole or first in SIDES else []
+    return {text.lower() for text in chain(*texts) if text}
 
 
 def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
@@ -1000,9 +1025,10 @@ def _refuse_codes(rows: TableRows, target: str, values: Sequence[str]) -> None:
 
 def _to_number(value: str) -> int | float | None:
     """Return the number in a text, exactly if it is whole; None if it is none."""
-    if re.fullmatch("[+-]?[0-9]+", value) or not PLAIN.fullmatch(value):
-        return int(value) if PLAIN.fullmatch(value) else None
-    return int(float(value)) if float(value).is_integer() else float(value)
+    if not PLAIN.fullmatch(value):
+        return None
+    digits = re.fullmatch("[+-]?[0-9]+", value)
+    return int(value) if digits else int(float(value)) if float(value).is_integer() else float(value)
 
 
 def _read_truths(values: Sequence[str]) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Networks compatible with torchvision's published weights: names, shapes, parameter counts, initial weights."""
+"""Networks of pictures: torchvision's names, shapes and initial weights, published sizes, and blocks by hand."""
 
 from hashlib import sha256
 from itertools import pairwise
@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.models.vision import mobilenet_v2, resnet18, vgg16_fedmmb
+from fedshift.models.vision import mobilenet_v2, resnet18, resnet20, vgg16_fedmmb
 
 
 def on_meta(make, *arguments):
@@ -17,32 +17,17 @@ def on_meta(make, *arguments):
 
 
 @pytest.mark.parametrize(
-    ("make", "parameters", "digest"),
-    [
-        (resnet18, 11_689_512, "84fb10d9c6905a1c"),
-        (mobilenet_v2, 3_504_872, "37bbbce8932fd0c4"),
-    ],
+    ("make", "parameters", "digest", "dropouts"),
+    [(resnet18, 11_689_512, "84fb10d9c6905a1c", []), (mobilenet_v2, 3_504_872, "37bbbce8932fd0c4", [0.2])],
 )
-def test_names_shapes_and_their_order_are_torchvisions(make, parameters, digest):
+def test_names_shapes_and_their_order_are_torchvisions(make, parameters, digest, dropouts):
     # Counts: "num_params" of ResNet18_Weights and MobileNet_V2_Weights in torchvision's documentation. Digests: of the
     # state dictionaries of torchvision 0.29.2, whose outputs were bitwise equal.
     model = on_meta(make)
     assert sum(parameter.numel() for parameter in model.parameters()) == parameters
     text = "\n".join(f"{name} {tuple(tensor.shape)}" for name, tensor in model.state_dict().items())
     assert sha256(text.encode()).hexdigest()[:16] == digest
-
-
-def test_telling_names():
-    resnet, mobile = (on_meta(make).state_dict() for make in (resnet18, mobilenet_v2))
-    assert resnet["layer2.0.downsample.1.running_mean"].shape == (128,)
-    assert resnet["fc.weight"].shape == (1000, 512)
-    assert mobile["features.1.conv.0.0.weight"].shape == (32, 1, 3, 3)
-    assert mobile["features.18.1.running_var"].shape == mobile["classifier.1.weight"].shape[1:] == (1280,)
-
-
-@pytest.mark.parametrize(("make", "layers"), [(resnet18, 20), (mobilenet_v2, 52)])
-def test_number_of_batch_norm_layers(make, layers):
-    assert sum(isinstance(layer, nn.BatchNorm2d) for layer in on_meta(make).modules()) == layers
+    assert [layer.p for layer in model.modules() if isinstance(layer, nn.Dropout)] == dropouts
 
 
 def test_fedmmbs_vgg16_has_the_parameters_of_its_paper():
@@ -65,15 +50,6 @@ def test_first_weights_have_torchvisions_spread():
     assert resnet.fc.weight.abs().max() <= 1 / sqrt(512)  # PyTorch's own
 
 
-def test_dropout_layers_are_modules():
-    def rates(make):
-        return [layer.p for layer in on_meta(make).modules() if isinstance(layer, nn.Dropout)]
-
-    assert rates(mobilenet_v2) == [0.2]
-    assert rates(vgg16_fedmmb) == []
-    assert rates(resnet18) == []
-
-
 def test_an_inverted_residual_adds_its_input_only_where_it_fits():
     model = mobilenet_v2((3, 32, 32), 2)
     assert [i for i, block in enumerate(model.features) if getattr(block, "adds", False)] == [
@@ -82,3 +58,43 @@ def test_an_inverted_residual_adds_its_input_only_where_it_fits():
     block, x = model.features[3].eval(), torch.randn(1, 24, 4, 4)
     nn.init.zeros_(block.conv[3].weight)  # the last BatchNorm: nothing is left of the residual
     assert torch.equal(block(x), x)
+
+
+def test_parameters_and_layers_of_resnet20():
+    # He et al. 2016, table 6: 0.27 M. A block of n channels after m has 9 n (m + n) weights and two BatchNorms of 2 n.
+    stages = [6 * 9 * 16 * 16, 9 * 32 * (16 + 5 * 32), 9 * 64 * (32 + 5 * 64)]
+    norms = 2 * (16 + 6 * 16 + 6 * 32 + 6 * 64)
+    expected = 9 * 3 * 16 + sum(stages) + norms + 64 * 10 + 10
+    model = resnet20()
+    assert sum(parameter.numel() for parameter in model.parameters()) == expected == 269_722
+    layers = list(model.modules())
+    assert sum(isinstance(layer, nn.Conv2d | nn.Linear) for layer in layers) == 20
+    assert sum(isinstance(layer, nn.BatchNorm2d) for layer in layers) == 19
+
+
+def test_a_halving_block_adds_every_second_pixel_and_zero_channels():
+    block, x = resnet20().layer2[0].eval(), torch.rand(1, 16, 5, 7)
+    nn.init.zeros_(block.bn2.weight)
+    y = block(x)
+    assert y.shape == (1, 32, 3, 4)
+    assert torch.equal(y[:, :16], x[:, :, ::2, ::2])
+    assert not y[:, 16:].any()
+
+
+def test_an_equal_block_by_hand():
+    block, x = resnet20().layer1[1].eval(), torch.randn(2, 16, 4, 4)
+    for convolution in (block.conv1, block.conv2):  # each channel times 3
+        nn.init.zeros_(convolution.weight)
+        convolution.weight.data[range(16), range(16), 1, 1] = 3.0
+    scale = 3 / sqrt(1 + block.bn1.eps)  # running statistics are still 0 and 1
+    expected = (x + scale * (scale * x).relu()).relu()
+    torch.testing.assert_close(block(x), expected)
+
+
+def test_first_weights_follow_he_2015():
+    torch.manual_seed(0)
+    model = resnet20(classes=1000)
+    for layer in (model.layer3[2].conv2, model.fc):
+        fan_in = layer.weight[0].numel()
+        assert float(layer.weight.detach().std()) * sqrt(fan_in / 2) == pytest.approx(1, abs=0.02)
+    assert not model.fc.bias.any()
