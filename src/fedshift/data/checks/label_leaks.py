@@ -92,7 +92,7 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
     """Count samples whose class does not follow from their value, and measure the area of two classes.
 
     Samples of one value should have one class. With ``ordered`` values, each class should also be an interval; else a
-    value that occurs once says nothing.
+    value that occurs once means nothing.
     """
     _, group = np.unique(values, return_inverse=True)
     classes, label = np.unique(y, return_inverse=True)

@@ -220,7 +220,7 @@ def _read_headers(
     if read is not read_header:
         return work()
     facts = "headers", str(files.path.resolve()), client.files
-    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's own
+    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's
     return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
@@ -569,7 +569,7 @@ def _decode_together(
 ) -> tuple[Pixels, str]:  # fmt: skip
     """Return ``some`` files of a client as one array, padded at their ends to the largest.
 
-    ``read`` returns a file at a size, ``[C, *size]``, and depends on the file and ``facts`` alone.
+    ``read`` returns a file at a size, ``[C, *size]``, and depends only on the file and ``facts``.
     """
     sizes, what = files.list_sizes(files.clients[name]), f"{'masks' if masks else 'images'} of {name}"
     shape = (len(some), 1 if masks else files.count_channels(files.clients[name]), *np.max(sizes, axis=0).tolist())
