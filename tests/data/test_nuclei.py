@@ -7,9 +7,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from fedshift.config.spec import DataSpec
 from fedshift.data.nuclei import PICTURES, SIZES, nuclei
-from fedshift.data.sources import load_federation
 from fedshift.tasks import Segmentation
 
 ORIGIN = Path(os.environ.get("FEDSHIFT_DATA", ""), "segmentation_nuclei")
@@ -41,13 +39,6 @@ def test_nuclei_are_brighter_under_fluorescence_and_darker_elsewhere():
             gray, mask = split.x.float().mean(dim=1), split.y.bool()
             inside, outside = gray[mask].mean(), gray[~mask].mean()
             assert (inside > 1.3 * outside) if client.name.startswith("fluor") else (inside < 0.9 * outside)
-
-
-def test_pictures_and_masks_are_resized_together():
-    data = load_federation("nuclei", DataSpec(image_size=32))
-    whole, small = nuclei().clients[1].train, data.clients[1].train
-    assert small.x.shape[2:] == small.y.shape[1:] == (32, 32)
-    assert abs(small.y.float().mean() - whole.y.float().mean()) < 0.01
 
 
 if ORIGIN.is_dir():

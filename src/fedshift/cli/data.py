@@ -70,7 +70,7 @@ def data_list(*, root: Root = None) -> int:
 
 @data.command
 def fetch(name: str, *, root: Root = None) -> int:
-    """Download a benchmark from its publisher, verified and resumable: the only command that uses the network.
+    """Download a benchmark from its publisher, verified: the only command that uses the network.
 
     Args:
         name: Benchmark, see `fedshift data list`.

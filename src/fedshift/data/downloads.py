@@ -1,15 +1,14 @@
-"""Downloads of benchmark files from their publisher into ``root/<name>``; interrupted downloads are resumed.
+"""Downloads of benchmark files from their publisher into ``root/<name>``.
 
-A file is written as ``<file>.part`` and renamed only if its checksum matches the published one. An existing part is
-continued if the server supports it (RFC 9110, section 14: a ``Range`` request answered with ``206``) and restarted
-otherwise. Nothing is unpacked, and nothing is downloaded except on request.
+A file is written as ``<file>.part`` and renamed only if its checksum matches the published one. Nothing is unpacked,
+and nothing is downloaded except on request.
 """
 
 from __future__ import annotations
 
 import hashlib
 from contextlib import suppress
-from http.client import PARTIAL_CONTENT, REQUESTED_RANGE_NOT_SATISFIABLE, HTTPException
+from http.client import HTTPException
 from pathlib import Path
 from ssl import SSLError
 from urllib.error import HTTPError, URLError
@@ -61,21 +60,19 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
         path.parent.mkdir(parents=True, exist_ok=True)
         _download(remote, part, progress)
     except (URLError, ConnectionError, TimeoutError, SSLError, HTTPException) as error:
-        with suppress(OSError):
-            path.parent.rmdir()  # if empty
-        reason = f"{getattr(error, 'reason', None) or error}. Try again (what has come is kept, and goes on)"
+        _remove(part)
+        reason = f"{getattr(error, 'reason', None) or error}. Try again"
         if isinstance(error, HTTPError):
             error.close()
             reason = f"the server answers {error.code} {error.reason}. Try later"
         raise FedshiftError(f"{remote.url} cannot be fetched: {reason}, {by_hand}") from error
     except OSError as error:
+        _remove(part)
         raise FedshiftError(
-            f"cannot write {part}: {error.strerror}. Make room, or choose another directory ({{}}); "
-            "fetching again goes on from there",
-            Ref("root"),
+            f"cannot write {part}: {error.strerror}. Make room, or choose another directory ({{}})", Ref("root")
         ) from error
     if wrong := _describe_difference(remote, part):
-        part.unlink()
+        _remove(part)
         raise FedshiftError(
             f"{remote.url} gave a file that is not the published one ({wrong}), and it was not kept. Try again; if it "
             f"stays so, the file has changed at its publisher: see {card.homepage}"
@@ -84,32 +81,22 @@ def _fetch_file(remote: Remote, path: Path, card: Card, progress: Progress | Non
     return path
 
 
+def _remove(part: Path) -> None:
+    """Remove ``part``, and its folder if it is empty."""
+    with suppress(OSError):
+        part.unlink(missing_ok=True)
+        part.parent.rmdir()
+
+
 def _download(remote: Remote, part: Path, progress: Progress | None) -> None:
-    """Fetch what ``part`` lacks, or all of it where the server sends no parts."""
-    start = part.stat().st_size if part.is_file() else 0
-    headers = {"User-Agent": "fedshift", **({"Range": f"bytes={start}-"} if start else {})}
-    try:
-        answer = urlopen(Request(remote.url, headers=headers), timeout=TIMEOUT)
-    except HTTPError as error:
-        if not (start and error.code == REQUESTED_RANGE_NOT_SATISFIABLE):
-            raise
-        error.close()
-        part.unlink()  # it is at least as long as the file, and may be wrong
-        _download(remote, part, progress)
-        return
-    with answer:
-        continued = answer.status == PARTIAL_CONTENT
-        if continued and not answer.headers.get("Content-Range", "").startswith(f"bytes {start}-"):
-            raise HTTPException(f"asked for bytes from {start}, the server sent others")
-        done = start if continued else 0
-        length = answer.headers.get("Content-Length")
-        total = done + int(length) if length else 0
-        with part.open("ab" if continued else "wb") as file:
-            while block := answer.read(_BLOCK):
-                file.write(block)
-                done += len(block)
-                if progress is not None:
-                    progress(part.name.removesuffix(".part"), done, total)
+    request, done = Request(remote.url, headers={"User-Agent": "fedshift"}), 0
+    with urlopen(request, timeout=TIMEOUT) as answer, part.open("wb") as file:
+        total = int(answer.headers.get("Content-Length") or 0)
+        while block := answer.read(_BLOCK):
+            file.write(block)
+            done += len(block)
+            if progress is not None:
+                progress(part.name.removesuffix(".part"), done, total)
     if done < total:
         raise HTTPException(f"the connection was cut after {done} of {total} bytes")
 

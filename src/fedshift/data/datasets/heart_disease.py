@@ -9,6 +9,7 @@ unchanged. It therefore has 303, 261, 46 and 130 patients, 34 % of them for test
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,12 @@ from sklearn.model_selection import train_test_split
 from ...tasks.multilabel import Multilabel
 from ...utils.errors import UsageError
 from ...utils.random_streams import stream
-from ..columns import Column
+from ..assembly import assemble
 from ..federation import ClientData, Federation
 from ..formats import read_npz
 from ..partition import split_stratified
-from ..readers.tables import prepare_rows
-from ..samples import Samples
+from ..readers import frames
+from ..source import ReadOptions
 from ._card import make_card
 
 _CLIENTS = ("cleveland", "hungarian", "switzerland", "va")
@@ -70,34 +71,20 @@ def heart_disease(root: Path, *, test_fraction: float = 0.34, seed: int = 0) -> 
         UsageError: An option is invalid, or files are missing or cannot be read.
 
     """
-    codes = [_CODES.get(name) for name in _NAMES]
-    columns = tuple(
-        Column(name=name, categories=None if own is None else tuple(map(str, own)))
-        for name, own in zip(_NAMES, codes, strict=True)
-    )
-    clients, notices = [], []
+    clients = {}
     for client, table in _read_tables(CARD.locate("heart-disease", root)).items():
-        label = np.minimum(table[:, -1].astype(np.int64), 1)
-        train, test = split_stratified(label, test_fraction, stream(seed, "heart-disease", client))
-        order = np.concatenate([train, test])
-        raw = np.where((table[:, :-1] == 0) & np.isin(_NAMES, _ZERO_IS_MISSING), np.nan, table[:, :-1])[order]
-        x = np.concatenate(list(map(_encode, raw.T, codes)), axis=1, dtype=np.float32)
-        rows = prepare_rows(x, slice(len(train)), columns)
-        if rows.filled:
-            notices.append(f"client {client!r}: {rows.filled} missing values filled from its own training rows")
-        if rows.empty:
-            notices.append(f"client {client!r}: no value of {', '.join(rows.empty)}, 0 instead")
-        parts = {
-            part: Samples(
-                x=torch.from_numpy(rows.x[own]), y=torch.from_numpy(label[order[own]]), normalization=rows.scaling
-            )
-            for part, own in (("train", slice(len(train))), ("test", slice(len(train), None)))
-        }
-        clients.append(ClientData.from_splits(client, parts))
-    return Federation(
-        name="heart-disease", clients=tuple(clients), classes=2,
+        frame = pd.DataFrame(table, columns=[*_NAMES, "label"])
+        frame["label"] = frame["label"].clip(upper=1).astype(int)
+        measured = list(_ZERO_IS_MISSING)
+        frame[measured] = frame[measured].replace(0, np.nan)
+        for name, codes in _CODES.items():
+            frame[name] = pd.Categorical(frame[name].map("{:g}".format, na_action="ignore"), [*map(str, codes)])
+        drawn = split_stratified(frame["label"].to_numpy(), test_fraction, stream(seed, "heart-disease", client))
+        clients[client] = {part: frame.iloc[rows] for part, rows in zip(("train", "test"), drawn, strict=True)}
+    reading = ReadOptions(target="label")
+    return replace(
+        assemble(frames.read(clients, reading), reading), name="heart-disease", class_names=("no disease", "disease"),
         note=f"UCI Heart Disease, {len(_NAMES)} columns, patients of four hospitals",
-        class_names=("no disease", "disease"), notices=tuple(notices), columns=columns,
     )  # fmt: skip
 
 
@@ -164,9 +151,3 @@ def _read_table(file: Path) -> Floats:
         return np.array([[np.nan if cell == "?" else float(cell) for cell in row] for row in rows], np.float32)
     except ValueError as error:
         raise UsageError(f"{file} holds a value that is not a number ({error}): get it again") from error
-
-
-def _encode(values: Floats, codes: tuple[int, ...] | None) -> NDArray[np.floating]:
-    """Return numbers as ``[N, 1]``, and codes as one feature per value; all features of a missing value are NaN."""
-    block = values[:, None]
-    return block if codes is None else np.where(np.isnan(block), np.nan, block == np.array(codes))
