@@ -320,7 +320,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_starts(cli, quick, t
         (("--methods", "fedavg"), "a search needs two"),
         (("--methods", "fedavg,fixbn"), "freezes after a share of all rounds"),
         (("--methods", "fedavg,fedbn", "--budget", 1e-9), "budget=1e-09 minutes: one round of fedavg and fedbn"),
-        (("--domains", "ann"), "has only one client"), (("--patience", 2), "patience ends trials early"),
+        (("--domains", "ann"), "has only one client"),
+        (("--patience", 2, "--validation", 0.2), "patience ends trials early"),
     ):  # fmt: skip
         outcome = cli("advise", "--data", tiny_folder, "--out", "none", *words)
         assert (outcome.code, said in outcome.err) == (2, True), outcome.err

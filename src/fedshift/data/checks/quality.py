@@ -47,7 +47,7 @@ def examine(data: Federation) -> Quality:
 
     Values of several inputs are not compared, column by column.
     """
-    surveys, names = survey_splits(data), number_faults.name_features(data)
+    surveys, names = survey_splits(data), number_faults.list_features(data)
     targets = [split.y for client in data.clients for split in client.splits.values()]
     findings = [
         *faults.judge_reading(data),
