@@ -22,7 +22,7 @@ from plain import PlainLoop
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from fedshift.models.fedmmb import fnn2
+from fedshift.models.mlp import fnn2
 
 CLIENTS, SAMPLES, BATCH, LR = 10, 3000, 50, 0.1
 Outcome = tuple[list[float], dict[str, Tensor]]

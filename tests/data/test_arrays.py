@@ -1,6 +1,7 @@
 """Arrays of every kind: what reaches a network is numpy's own conversion, or is said or refused with values."""
 
 import re
+from contextlib import nullcontext
 
 import numpy as np
 import pandas as pd
@@ -53,7 +54,7 @@ def test_values_are_those_of_numpy(x, expected):
     assert data.notices == ()
 
 
-class Jax:
+class Foreign:
     """An array of another library, which gives NumPy's."""
 
     def __init__(self, x):
@@ -64,8 +65,8 @@ class Jax:
 
 
 def test_arrays_of_other_libraries_are_read_by_their_protocol():
-    assert load(Jax(X), Jax(Y)).fingerprint == load(X).fingerprint
-    assert load(X, pd.Series(Y)).fingerprint == load(X, Y[:, None].astype(bool)).fingerprint == load(X).fingerprint
+    labels = pd.Series(Y), Y[:, None].astype(bool), Foreign(Y)
+    assert {load(x, y).fingerprint for x in (X, Foreign(X)) for y in labels} == {load(X).fingerprint}
 
 
 @pytest.mark.parametrize(
@@ -80,8 +81,8 @@ def test_arrays_of_other_libraries_are_read_by_their_protocol():
         (1000.0 + 0 * SCALED + X[:, :1, None, None], "images of floats reach the network unscaled, .*: 99"),
         (BYTES // 128, "8-bit pixels are 0 to 1 at all clients, .*: multiply them by 255 if 1 is white"),
         (BYTES // 16, "8-bit pixels are 0 to 15 at all clients, .*: multiply them by 17"),
-        (np.resize(BYTES, (12, 3, 8, 3)), "samples 3 x 8 x 3 have 3 channels, in front, and sides of 8 x 3"),
-        (np.resize(BYTES, (12, 1, 28, 1)), "samples 1 x 28 x 1 have 1 channels, in front"),
+        (np.resize(BYTES, (12, 3, 8, 3)), "samples of shape 3 x 8 x 3 have 3 channels, in front; give images"),
+        (np.resize(BYTES, (12, 1, 28, 1)), "samples of shape 1 x 28 x 1 have 1 channels, in front"),
     ],
 )  # fmt: skip
 def test_what_is_unlikely_to_be_meant_is_said_in_one_line(x, notice):
@@ -106,15 +107,13 @@ def test_what_networks_can_learn_from_is_not_said(x):
 
 def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     two = {"a": (SCALED + 1, Y + 1, SCALED, Y + 1), "b": (257.1 * PIXELS, Y + 1, 257.1 * PIXELS, Y + 1)}
-    apart, absent = load_federation(two, DataSpec()).notices
+    apart, absent = read(two).notices
     assert "images of floats have other scales, client 'a', train data: 0 to 2, but client 'b', train data: 0" in apart
     assert absent.startswith("no training sample has class 0, and networks have 3 outputs")
-    assert load_federation(two, DataSpec(classes=3)).notices == (apart,)
+    assert read(two, classes=3).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
-    assert re.search(
-        "images of 5 x 5, . x . pixels become 28 x 28.* image_size", load_federation(sizes, DataSpec()).notices[-1]
-    )
-    assert not any("28 x 28" in said for said in load_federation(sizes, DataSpec(image_size=8)).notices)
+    assert re.search("images of 5 x 5, . x . pixels become 28 x 28.* image_size", read(sizes).notices[-1])
+    assert not any("28 x 28" in said for said in read(sizes, image_size=8).notices)
 
 
 @pytest.mark.parametrize(
@@ -148,19 +147,14 @@ def test_what_is_no_array_of_numbers_is_refused_with_values(x, y, said):
         load(x, y)
 
 
-@pytest.mark.parametrize(
-    ("x", "said"),
-    [(csr_matrix(X), "sparse"), (1e39 * X, "beyond"), (X.astype(object), "numbers"), (np.ma.masked_less(X, 0), "mask")],
-)
-def test_a_model_refuses_the_arrays_that_training_refuses(x, said):
-    with pytest.raises(UsageError, match=f"^samples: .*{said}"):
-        load(X).schema.preparation.store(x)
-
-
-@pytest.mark.parametrize("x", [X.astype(">f8"), X.tolist(), torch.tensor(X, requires_grad=True), np.asfortranarray(X)])
-def test_a_model_takes_the_arrays_that_training_takes(x):
-    stored, single = load(X).schema.preparation.store(x)
-    assert (stored.tolist(), single) == (X.tolist(), False)
+def test_a_model_takes_and_refuses_what_training_does():
+    store = load(X).schema.preparation.store
+    for x in (X.astype(">f8"), X.tolist(), torch.tensor(X, requires_grad=True), np.asfortranarray(X)):
+        rows, single = store(x)
+        assert (rows.tolist(), single) == (X.tolist(), False)
+    for wrong, said in ((csr_matrix(X), "sparse"), (1e39 * X, "beyond"), (X.astype(object), "numbers are expected")):
+        with pytest.raises(UsageError, match=f"^samples: .*{said}"):
+            store(wrong)
 
 
 def write(folder, kind, **arrays):
@@ -240,11 +234,8 @@ def test_a_table_of_arrow_is_a_table():
     frame = pd.DataFrame({"age": X[:, 0], "ill": Y})
     ours, theirs = (dict.fromkeys("ab", table) for table in (pa.Table.from_pandas(frame), frame))
     assert read(ours, target="ill").fingerprint == read(theirs, target="ill").fingerprint
-    for columns, said in (
-        ({"age": [1.0, 2.0], "ill": [0, 1]}, "columns of a table as pandas.DataFrame"),
-        ([1.0] * 9, "pandas.DataF"),
-    ):
-        with pytest.raises(UsageError, match=said):
+    for columns in ({"age": [1.0, 2.0], "ill": [0, 1]}, [1.0] * 9):
+        with pytest.raises(UsageError, match=r"columns of a table as pandas\.DataFrame"):
             read({"a": columns})
 
 
@@ -279,26 +270,20 @@ DEEP = Image.fromarray(np.full((4, 4), 40000, np.uint16))
 def test_pictures_of_datasets_are_those_of_files(picture, expected):
     data = Items(*[(picture, label) for label in (0, 1)] * 2)
     for wrap in (lambda x: x, LazyDataset):
-        if isinstance(expected, str):
-            with pytest.raises(UsageError, match=expected):
-                read({"a": (wrap(data), wrap(data))})
-            continue
-        split = read({"a": (wrap(data), wrap(data))}).client("a").train
-        assert split.copy_rows(slice(0, 1))[0, :, 0, 0].tolist() == expected
+        with pytest.raises(UsageError, match=expected) if isinstance(expected, str) else nullcontext():
+            split = read({"a": (wrap(data), wrap(data))}).client("a").train
+            assert split.copy_rows(slice(0, 1))[0, :, 0, 0].tolist() == expected
 
 
 class Endless(IterableDataset):
-    def __len__(self):
-        return 4
-
     def __iter__(self):
-        yield X[0], 0
+        return iter([])
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (Endless(), "Endless has no length: give a map-style torch.utils.data.Dataset"),
+        (Endless(), "Endless has no length: give a map-style dataset"),
         (Items((BYTES[0], 0), (SCALED[0], 1)), r"sample 1 has shape \(1, 5, 6\) and the first \(1, 5, 6\) of uint8"),
         (Items((BYTES[0], 0), (BYTES[0] > 9, 1)), r"sample 1 has shape \(1, 5, 6\) of bool and the first"),
         (Items((X[0], [0]), (X[1], [0, 1])), r"labels: sample 1 has shape \(2,\) and the first \(1,\)"),

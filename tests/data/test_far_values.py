@@ -19,8 +19,7 @@ def draw(seed=0):
     return np.random.default_rng(seed)
 
 
-def measure(x, **more):
-    return UsualValues.measure(x, **more)
+measure = UsualValues.measure
 
 
 @pytest.mark.parametrize(
@@ -44,16 +43,16 @@ def test_another_unit_is_told_and_other_patients_are_not(here, there, told):
     assert told in found.get(0, "")
 
 
-def test_outliers_of_the_same_distribution_are_no_other_unit():
+def test_a_single_value_is_told_with_its_row_and_outliers_of_the_same_distribution_are_not():
+    rows, usual = draw().normal(50, 10, (200, 2)).astype(np.float32), measure(draw(1).normal(50, 10, (200, 2)))
+    rows[[7, 9], 1] = 1e38, np.nan
+    told = usual.describe_far(rows)
+    assert list(told) == [1]
+    assert told[1].startswith("1e+38 in data row 8, in training mean ")
+    assert usual.describe_far(np.array([[50, 500]])).keys() == {1}
     first, second = (draw(seed).lognormal(1, 1.5, (300, 40)) for seed in (1, 2))
     assert not measure(first).describe_far(second)
     assert not measure(first).describe_far(second[:3])
-    rows = draw().normal(50, 10, (200, 2)).astype(np.float32)
-    rows[[7, 9], 1] = 1e38, np.nan
-    told = measure(draw(1).normal(50, 10, (200, 2))).describe_far(rows)
-    assert list(told) == [1]
-    assert told[1].startswith("1e+38 in data row 8, in training mean ")
-    assert measure(draw(1).normal(50, 10, (200, 2))).describe_far(np.array([[50, 500]])).keys() == {1}
 
 
 @pytest.mark.parametrize(
@@ -77,19 +76,12 @@ def test_images_on_another_scale_warn_and_others_do_not(dtype, kind, factor):
 def test_a_new_client_with_a_gain_is_named_and_the_domains_of_one_federation_are_not():
     x, y = draw().random((40, 3, 4, 4), np.float32), np.arange(40) % 2
     data = federation({"a": (x, y) * 2, "b": (0.5 * x, y) * 2}, name="run")
+    assert measure_training(data, ["b"]).mean == pytest.approx(measure(x).mean)  # without those that never train
     assert not judge_newcomers(data, data)
     (told,) = judge_newcomers(federation({"c": (1000 * x, y) * 2}, name="new"), data)
     assert told.startswith("client 'c': values are far from the training data's: channel 0: about 1,")
     assert "give them in the unit" in told
+    assert measure_training(federation({"a": (np.arange(200).reshape(40, 5), y) * 2}, name="tokens")) is None
     own = digits()
-    for client in own.clients:
-        others = [each for each in own.names if each != client.name]
-        assert not judge_newcomers(replace(own, clients=(client,)), own.select_clients(others))
-
-
-def test_clients_that_never_train_and_tokens_say_nothing_on_training():
-    x, y = draw().random((40, 5), np.float32), np.arange(40) % 2
-    data = federation({"a": (x, y) * 2, "b": (1000 * x, y) * 2}, name="run")
-    assert measure_training(data, ["b"]).mean == pytest.approx(measure(x).mean)
-    tokens = federation({"a": (np.arange(200).reshape(40, 5), y) * 2}, name="tokens")
-    assert measure_training(tokens) is None
+    other = replace(own, clients=own.clients[-1:])
+    assert not judge_newcomers(other, own.select_clients(own.names[:-1]))

@@ -250,7 +250,5 @@ def test_a_federation_prints_its_clients_and_the_sizes_of_their_splits(tiny):
     assert str(many).splitlines()[-2].startswith("site 19 ")
     assert str(many).splitlines()[-1] == "and 3 more"
     assert str(of()).startswith("Federation 'test': 0 clients, 3 classes\n")
-
-    assert (
-        repr(client("a", 3)) == "Client 'a': train 3 samples of 3 x 8 x 8 (uint8), test 6 samples of 3 x 8 x 8 (uint8)"
-    )
+    sizes = "train 3 samples of 3 x 8 x 8 (uint8), test 6 samples of 3 x 8 x 8 (uint8)"
+    assert repr(client("a", 3)) == f"Client 'a': {sizes}"

@@ -23,20 +23,14 @@ def load(data, **settings):
 
 
 def test_dictionaries_of_arrays_and_of_parts_are_the_four_arrays(tmp_path, tiny):
-    arrays = {client.name: (client.train.x, client.train.y, client.test.x, client.test.y) for client in tiny.clients}
     keys = ("x_train", "y_train", "x_test", "y_test")
-    np.savez(tmp_path / "bob.npz", **dict(zip(keys, map(np.asarray, arrays["bob"]), strict=True)))
+    ann, bob, cid = ((c.train.x, c.train.y, c.test.x, c.test.y) for c in tiny.clients)
+    np.savez(tmp_path / "bob.npz", **dict(zip(keys, map(np.asarray, bob), strict=True)))
     with np.load(tmp_path / "bob.npz") as packed:
-        made = load(
-            {
-                "ann": dict(zip(keys, arrays["ann"], strict=True)),
-                "bob": packed,
-                "cid": {"train": arrays["cid"][:2], "test": arrays["cid"][2:]},
-            }
-        )
+        parts = {"train": cid[:2], "test": cid[2:]}
+        made = load({"ann": dict(zip(keys, ann, strict=True)), "bob": packed, "cid": parts})
     assert made.fingerprint == tiny.fingerprint
-    assert load({"ann": (arrays["ann"][:2], arrays["ann"][2:])}).fingerprint == load({"ann": arrays["ann"]}).fingerprint
-    assert load(tiny) is not tiny
+    assert load({"ann": (ann[:2], ann[2:])}).fingerprint == load({"ann": ann}).fingerprint
     assert load(tiny, domains="cid,ann").names == ("cid", "ann")
 
 
@@ -46,19 +40,10 @@ def test_dictionaries_of_arrays_and_of_parts_are_the_four_arrays(tmp_path, tiny)
 @pytest.fixture
 def table():
     """Rows of two hospitals with a number, a text, a truth value, a gap and a label that is a text."""
-    random = np.random.default_rng(0)
-    count = 40
-    frame = pd.DataFrame(
-        {
-            "age": random.normal(50, 9, count),
-            "sex": np.where(random.random(count) < 0.5, "f", "m"),
-            "smoker": random.random(count) < 0.3,
-            "outcome": np.where(np.arange(count) % 3 == 0, "ill", "well"),
-            "hospital": np.where(np.arange(count) < 25, "north", "south"),
-        }
-    )
-    frame.loc[3, "age"] = np.nan
-    return frame
+    random, at = np.random.default_rng(0), np.arange(40)
+    columns = {"age": np.where(at == 3, np.nan, random.normal(50, 9, 40)), "sex": random.choice(["f", "m"], 40)}
+    columns |= {"smoker": random.random(40) < 0.3, "outcome": np.where(at % 3, "well", "ill")}
+    return pd.DataFrame(columns | {"hospital": np.where(at < 25, "north", "south")})
 
 
 COLUMNS = {"client_column": "hospital", "target": "outcome"}
@@ -123,55 +108,41 @@ class HubDataset:
         return len(next(iter(self.columns.values())))
 
     def __getitem__(self, key):
-        return (
-            self.columns[key] if isinstance(key, str) else {name: column[key] for name, column in self.columns.items()}
-        )
+        return self.columns[key] if isinstance(key, str) else {name: x[key] for name, x in self.columns.items()}
 
     def to_pandas(self):
         return pd.DataFrame(self.columns)
 
 
-@pytest.fixture
-def pictures():
-    """Images of two cameras, their labels, and the camera of each."""
-    x = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3)).astype(np.uint8)
-    return x, np.arange(20) % 2, np.where(np.arange(20) % 4 < 2, "left", "right")
+PIXELS, LABELS = np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3)).astype(np.uint8), np.arange(20) % 2
+CAMERA, TRAIN, TEST = np.where(np.arange(20) % 4 < 2, "left", "right"), slice(0, 14), slice(14, 20)
 
 
-def hub(pictures, rows, **others):
-    x, y, _ = pictures
-    columns = {"image": [Image.fromarray(image) for image in x[rows]], "label": y[rows].tolist(), **others}
+def hub(rows, **others):
+    columns = {"image": list(map(Image.fromarray, PIXELS[rows])), "label": LABELS[rows].tolist(), **others}
     return HubDataset(columns, image=Picture(), label=ClassLabel())
 
 
-def test_a_pair_of_hub_datasets_is_its_arrays(pictures):
-    x, y, _ = pictures
-    train, test = slice(0, 14), slice(14, 20)
-    plain = federation({"a": (x[train], y[train], x[test], y[test])})
-    assert load({"a": (hub(pictures, train), hub(pictures, test))}).fingerprint == plain.fingerprint
-    named = {"train": hub(pictures, train, sex=["f"] * 14), "test": hub(pictures, test, sex=["m"] * 6)}
+def test_a_pair_of_hub_datasets_is_its_arrays():
+    plain = federation({"a": (PIXELS[TRAIN], LABELS[TRAIN], PIXELS[TEST], LABELS[TEST])})
+    assert load({"a": (hub(TRAIN), hub(TEST))}).fingerprint == plain.fingerprint
+    named = {"train": hub(TRAIN, sex=["f"] * 14), "test": hub(TEST, sex=["m"] * 6)}
     assert load({"a": named}, target="label").fingerprint == plain.fingerprint
 
 
-def test_a_column_of_a_hub_dataset_deals_its_samples_to_clients(pictures):
-    x, y, camera = pictures
-    train, test = slice(0, 14), slice(14, 20)
-    sides = {
-        name: hub(pictures, rows, camera=camera[rows].tolist()) for name, rows in (("train", train), ("test", test))
+def test_a_column_of_a_hub_dataset_deals_its_samples_to_clients():
+    sides = {name: hub(own, camera=CAMERA[own].tolist()) for name, own in (("train", TRAIN), ("test", TEST))}
+    own = {
+        name: [np.flatnonzero(CAMERA[side] == name) + side.start for side in (TRAIN, TEST)]
+        for name in ("left", "right")
     }
-    made = load(sides, client_column="camera")
-    expected = federation(
-        {
-            name: (*(a[train][camera[train] == name] for a in (x, y)), *(a[test][camera[test] == name] for a in (x, y)))
-            for name in ("left", "right")
-        }
-    )
-    assert made.fingerprint == expected.fingerprint
-    whole = load(hub(pictures, slice(None), camera=camera.tolist()), client_column="camera", test_fraction=0.4)
+    arrays = {name: [x[rows] for rows in both for x in (PIXELS, LABELS)] for name, both in own.items()}
+    assert load(sides, client_column="camera").fingerprint == federation(arrays).fingerprint
+    whole = load(hub(slice(None), camera=CAMERA.tolist()), client_column="camera", test_fraction=0.4)
     for name, client in zip(("left", "right"), whole.clients, strict=True):
         assert (client.name, len(client.train), len(client.test)) == (name, 6, 4)
         both = np.concatenate([client.train.x.numpy(), client.test.x.numpy()]).transpose(0, 2, 3, 1)
-        assert sorted(image.tobytes() for image in both) == sorted(image.tobytes() for image in x[camera == name])
+        assert sorted(image.tobytes() for image in both) == sorted(x.tobytes() for x in PIXELS[name == CAMERA])
         assert client.test.y.tolist().count(0) == 2
 
 
@@ -224,11 +195,9 @@ def test_datasets_whose_labels_mean_different_classes_are_refused_with_both_list
 
 
 def test_parts_of_one_hub_dataset_mean_the_same_and_changed_targets_say_nothing():
-    site = list("abab")
-    parts = {}
-    for split, classes in (("train", ("cat", "dog")), ("test", ("dog", "cat"))):
-        made = of_kind("hub", *classes)
-        parts[split] = HubDataset({**made.columns, "site": site}, image=Picture(), label=ClassLabel(*classes))
+    columns = of_kind("hub").columns | {"site": list("abab")}
+    classes = {"train": ("cat", "dog"), "test": ("dog", "cat")}
+    parts = {name: HubDataset(columns, image=Picture(), label=ClassLabel(*own)) for name, own in classes.items()}
     with pytest.raises(UsageError, match="label 0 means 'cat' in train data and 'dog' in test data"):
         load(parts, client_column="site")
     changed = Folder(["dog", "cat"], target_transform=lambda label: 1 - label)
@@ -278,23 +247,17 @@ def test_what_holds_no_clients_is_refused_by_name(data, settings, said):
         load(data, **settings)
 
 
+class Failing(Folder):
+    def __getitem__(self, number):
+        return np.zeros(3) / len([][number]), 0
+
+
 def test_an_error_of_a_dataset_names_client_sample_and_line():
-    from torch.utils.data import Dataset
-
-    class Failing(Dataset):
-        def __len__(self):
-            return 2
-
-        def __getitem__(self, number):
-            return np.zeros(3) / len([][number]), 0
-
     with pytest.raises(UsageError) as refused:
-        load({"a": (Failing(), Failing())})
-    assert str(refused.value).startswith(
-        "client 'a', train data: sample 0 of Failing cannot be read: IndexError: list "
-    )
-    line = Failing.__getitem__.__code__.co_firstlineno + 1
-    assert str(refused.value).endswith(f"test_objects.py, line {line}, in __getitem__")
+        load({"a": (Failing([]), Failing([]))})
+    begin, end = str(refused.value).split(": IndexError: list ")
+    assert begin == "client 'a', train data: sample 0 of Failing cannot be read"
+    assert end.endswith(f"test_objects.py, line {Failing.__getitem__.__code__.co_firstlineno + 1}, in __getitem__")
 
 
 @pytest.mark.parametrize("kind", ["hub", "torch", "lazy"])

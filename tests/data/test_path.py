@@ -32,40 +32,47 @@ def trace(work):
     return called
 
 
-def write_pictures(folder):
-    for number in range(24):
-        file = folder / ("north", "south")[number % 2] / "ab"[number // 2 % 2] / f"{number}.png"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(np.random.default_rng(number).integers(0, 256, (6, 5, 3)).astype(np.uint8)).save(file)
+def write(folder, kind):
+    for number in range(12):
+        client, random = ("north", "south")[number % 2], np.random.default_rng(number)
+        if kind == "pictures":
+            save(
+                folder / client / "ab"[number // 2 % 2] / f"{number}.png", random.integers(0, 256, (6, 5, 3), np.uint8)
+            )
+        elif kind == "volumes":
+            save(folder / client / "images" / f"{number}.nii", random.normal(size=(6, 7, 5)).astype(np.float32))
+            save(folder / client / "masks" / f"{number}.nii", random.integers(0, 2, (6, 7, 5)).astype(np.float32))
+        else:
+            (folder / f"{client}.csv").write_text("x,y\n" + "".join(f"{x},{x % 2}\n" for x in range(20)))
 
 
-def write_volumes(folder):
-    nibabel = pytest.importorskip("nibabel")
-    for number in range(10):
-        random = np.random.default_rng(number)
-        for kind, values in (("images", random.normal(size=(6, 7, 5))), ("masks", random.integers(0, 2, (6, 7, 5)))):
-            file = folder / ("north", "south")[number % 2] / kind / f"{number}.nii"
-            file.parent.mkdir(parents=True, exist_ok=True)
-            nibabel.save(nibabel.Nifti1Image(values.astype(np.float32), np.eye(4)), file)
+def save(file, values):
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if file.suffix == ".png":
+        Image.fromarray(values).save(file)
+    else:
+        nibabel = pytest.importorskip("nibabel")
+        nibabel.save(nibabel.Nifti1Image(values, np.eye(4)), file)
 
 
 @pytest.mark.parametrize(
-    ("write", "options", "functions", "files"),
-    [(write_pictures, {}, 120, 24), (write_volumes, {"patch": "4"}, 145, 28)],
+    ("kind", "options", "functions", "files"),
+    [("pictures", {}, 112, 23), ("volumes", {"patch": "4"}, 138, 27), ("csv", {"target": "y"}, 110, 20)],
 )
-def test_files_pass_few_functions_to_a_federation(tmp_path, monkeypatch, write, options, functions, files):
+def test_files_pass_few_functions_to_a_federation(tmp_path, monkeypatch, kind, options, functions, files):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-    write(tmp_path / "own")
+    (tmp_path / "own").mkdir()
+    write(tmp_path / "own", kind)
     load_source(str(tmp_path / "own"), DataSpec(**options))  # imports modules
     called = trace(lambda: load_source(str(tmp_path / "own"), DataSpec(**options)))
-    assert {"load_source", "decode_images"} <= {name for _, name in called}
+    assert {"load_source", "assemble"} <= {name for _, name in called}
     assert len(called) <= functions, sorted(called)
     assert len({file for file, _ in called}) <= files
 
 
 def test_a_batch_of_patches_of_volumes_passes_few_functions(tmp_path, monkeypatch):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
-    write_volumes(tmp_path / "own")
+    write(tmp_path / "own", "volumes")
     train = load_federation(str(tmp_path / "own"), DataSpec(patch="4")).clients[0].train
     index = torch.arange(2)
     called = trace(lambda: (train.inputs(index, key=(1,)), train.targets(index, key=(1,))))

@@ -44,6 +44,14 @@ def test_samples_with_masks_are_drawn_with_them_and_others_as_they_are():
     assert (drawn == [draw_overlay(*each, 2) for each in zip(images, masks[rows].numpy(), strict=True)]).all()
 
 
+def test_pictures_show_the_slice_with_most_of_the_mask_and_its_outline():
+    x, y = torch.zeros(1, 1, 4, 5, 6), torch.zeros(1, 4, 5, 6, dtype=torch.uint8)
+    y[0, 2, 1:4, 1:4] = 1
+    (picture,) = to_pictures(Samples(x=x, y=y), torch.tensor([0]), 2)
+    assert picture.shape == (5, 6, 3)
+    assert (picture == (230, 159, 0)).all(axis=2).sum() == 8  # the outline of 3 x 3 pixels
+
+
 def test_a_run_keeps_pictures_of_test_samples_with_their_masks():
     masks = np.random.default_rng(0).integers(0, 2, (10, 8, 8))
     data = fedshift.federation({"one": (200 * masks, masks, 200 * masks, masks)})

@@ -158,32 +158,24 @@ needs_status = pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), re
 @pytest.mark.slow
 @needs_status
 def test_mapped_samples_train_in_less_memory_than_they_take(tmp_path):
-    samples, limit, size = 16_000, 2**27, 0
     for part in ("train", "test"):
         folder = tmp_path / "big" / "a" / part
         folder.mkdir(parents=True)
-        x = np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (samples, 3, 64, 64))  # a file without blocks
-        np.save(folder / "y.npy", np.arange(samples) % 2)
-        size += x.nbytes
-        del x
-    assert size > 2.9 * limit
-    data = read_folder(tmp_path / "big").check()
+        np.lib.format.open_memmap(folder / "x.npy", "w+", np.uint8, (16_000, 3, 64, 64))  # 188 MiB without blocks
+        np.save(folder / "y.npy", np.arange(16_000) % 2)
 
     def thumbnail(shape: tuple[int, ...], classes: int) -> nn.Module:
         return nn.Sequential(nn.MaxPool2d(16), nn.Flatten(), nn.Linear(48, classes))
 
     def status(name: str) -> int:
-        return 1024 * int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0])
+        return int(Path("/proc/self/status").read_text().split(f"{name}:")[1].split()[0]) // 1024
 
-    work = Work(batch_size=32, epochs=1)
-    trial = Trial(
-        fedavg(), thumbnail, data, Settings(rounds=1, work=work, optimizer=SGD(lr=0.05), engine="sequential"), 0
-    )
+    settings = Settings(rounds=1, work=Work(batch_size=32, epochs=1), optimizer=SGD(lr=0.05), engine="sequential")
+    trial = Trial(fedavg(), thumbnail, read_folder(tmp_path / "big").check(), settings, 0)
     Path("/proc/self/clear_refs").write_text("5")  # from here on the peak counts
     before = status("VmRSS")
-    loaded = [row for row in trial.advance().rows if row["split"] == "test"]
-    assert loaded[0]["samples"] == samples
-    assert status("VmHWM") - before < limit
+    assert 16_000 in {row["samples"] for row in trial.advance().rows}
+    assert status("VmHWM") - before < 128
 
 
 @pytest.mark.slow

@@ -7,7 +7,6 @@ from pathlib import Path
 from shutil import copytree
 
 import numpy as np
-import pandas as pd
 import pytest
 import torch
 from PIL import Image
@@ -159,38 +158,6 @@ def double(shape, classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(192, 8), nn.BatchNorm1d(8), nn.Linear(8, classes)).double()
 
 
-@pytest.mark.slow
-def test_rows_of_a_table_are_filled_and_scaled_inside_by_the_clients_own(cli, tmp_path, undrawn):
-    """Numbers, a category, gaps, and a column that one client never measured."""
-    random, tables = np.random.default_rng(0), {}
-    (tmp_path / "sites").mkdir()
-    for place, name in enumerate(("north", "south")):
-        age = random.normal(50 + 20 * place, 9, 40).round(2)
-        frame = pd.DataFrame({"age": age, "kind": random.choice(["a", "b", "?"], 40, p=[0.5, 0.3, 0.2])})
-        frame["dose"] = np.where((np.arange(40) % 5 > 0) & (place == 0), random.normal(size=40).round(3), np.nan)
-        tables[name] = frame.assign(label=(age > 50 + 20 * place).astype(int), split=["train"] * 28 + ["test"] * 12)
-        tables[name].to_csv(tmp_path / "sites" / f"{name}.csv", index=False)
-    words = ("--data", "sites", "--target", "label", "--rounds", 3, "--lr", 0.2, "--engine", "sequential")
-    assert cli("compare", *words, "--out", "run").code == 0
-    for name, method in (("north", "fedbn"), ("south", "fedavg")):
-        assert cli("export", "run", "--client", name, "--method", method, "--out", name, "--no-onnx").code == 0
-        model, rows = fedshift.load(name), tables[name].query("split == 'test'").astype(str)
-        found = [model.predict(row) for row in rows.to_dict("records")]
-        hits = [int(label) for label, answer in zip(rows.label, found, strict=True) if answer == label]
-        assert np.bincount(hits, minlength=2).tolist() == recorded(tmp_path / "run", method, name)
-        assert model.predict(rows) == found
-    for row, said in (
-        ({"age": 3, "kind": "a"}, "a row has no 'dose': give every column, None where missing"),
-        ({"age": 3, "kind": "c", "dose": 1}, "column 'kind' holds one of a, b, not 'c'"),
-        ({"age": "old", "kind": "a", "dose": 1}, "column 'age' holds numbers, not 'old'"),
-        ([[1, 2]], "a row is a list"),
-    ):
-        with pytest.raises(UsageError, match=said):
-            model(row)
-    said = cli("export", "run", "--method", "fedavg", "--out", "x").err
-    assert "the global model needs a client's scale: name a client (--client), one of north, south" in said
-
-
 def test_images_arrive_as_files_pillow_images_and_arrays_of_any_size(bobs, tmp_path):
     model = fedshift.load(bobs)
     x = pixels("ann")
@@ -318,15 +285,6 @@ def test_the_card_says_how_it_was_made_and_how_sure_the_figures_are(bobs, kept):
     assert "CC0 1.0" in find_licenses("nuclei", "nuclei")
 
 
-def test_a_card_without_results_of_single_samples_says_so_in_place_of_intervals(experiment, kept, tmp_path):
-    copytree(kept, tmp_path / "run")
-    (tmp_path / "run" / "trials" / "fedbn-seed0" / "cases.npz").unlink()
-    export_run(experiment, tmp_path / "run", tmp_path / "model", method="fedbn", client="bob", onnx=False)
-    card = (tmp_path / "model" / "README.md").read_text()
-    assert "Without intervals: the results of single samples are not stored here." in card
-    assert " to " not in card[card.index("| bob | test") :].partition("\n")[0]
-
-
 def test_a_model_of_numbers_gives_them_in_the_unit_of_the_data(tmp_path):
     random, parts = np.random.default_rng(0), {}
     for name in ("north", "south"):
@@ -397,11 +355,18 @@ def test_predictions_are_those_that_metrics_count_for_one_sample_and_for_several
         assert [each is None for each in model.predict(x)] == [number == 2 for number in range(7)]
 
 
-def test_a_model_that_predicts_wrongly_fails_its_own_check(experiment, kept, tmp_path, monkeypatch):
+def test_a_model_that_predicts_wrongly_or_without_results_of_single_samples_says_so(
+    experiment, kept, tmp_path, monkeypatch
+):
     """The check reads what users call, and not the scores below it."""
+    copytree(kept, tmp_path / "run")
+    (tmp_path / "run" / "trials" / "fedbn-seed0" / "cases.npz").unlink()
     monkeypatch.setattr(ExportedModel, "predict", lambda model, x: ["no class"] * len(x))
-    report = export_run(experiment, kept, tmp_path / "model", method="fedbn", client="bob", onnx=False)
+    report = export_run(experiment, tmp_path / "run", tmp_path / "model", method="fedbn", client="bob", onnx=False)
     assert "0 right, unlike the run's records (bob 0, but " in report.checks[0]
+    card = (tmp_path / "model" / "README.md").read_text()
+    assert "Without intervals: the results of single samples are not stored here." in card
+    assert " to " not in card[card.index("| bob | test") :].partition("\n")[0]
 
 
 class Several(nn.Module):
@@ -417,6 +382,7 @@ class Several(nn.Module):
         return self.head(seen + self.row(row * mask) + self.site(site))
 
 
+@pytest.mark.slow
 def test_a_model_of_several_inputs_predicts_as_the_network_called_by_hand(tmp_path):
     rng, y = np.random.default_rng(0), np.arange(12) % 2
     x = {

@@ -59,12 +59,13 @@ def save(path, values, affine, units="mm", **codes):
     nibabel.save(made, path)
 
 
-def test_masks_have_the_voxels_and_the_header_of_their_image_in_all_48_orientations(tmp_path):
+def test_masks_have_the_voxels_and_the_header_of_their_image_in_every_orientation(tmp_path):
     model, (values, bright) = volumes(3, 4, 5), draw_volume()
     affine = np.diag([0.5, 2.0, 3.0, 1.0])
     affine[:3, 3] = (-7.0, 11.0, 23.0)
     straight = nibabel.Nifti1Image(values, affine)
-    for number, (axes, flips) in enumerate(product(permutations(range(3)), product((1, -1), repeat=3))):
+    turns = list(product(permutations(range(3)), product((1, -1), repeat=3)))
+    for number, (axes, flips) in enumerate(turns[::5]):  # each order of the axes, and each direction
         turned = straight.as_reoriented(np.stack((axes, flips), axis=1))
         save(
             tmp_path / "images" / f"{number:02}.nii.gz",
@@ -73,7 +74,7 @@ def test_masks_have_the_voxels_and_the_header_of_their_image_in_all_48_orientati
             qform_code=number % 4,
         )
     found = predict_files(model, [tmp_path / "images"], tmp_path / "out")
-    assert (len(found.rows), found.failed) == (48, [])
+    assert (len(found.rows), found.failed) == (10, [])
     for image in (tmp_path / "images").iterdir():
         given, made = nibabel.load(image), nibabel.load(tmp_path / "out" / image.name)
         assert (made.shape, made.get_data_dtype()) == (given.shape, np.uint8)
@@ -122,27 +123,6 @@ def test_voxels_of_a_sheared_volume_have_the_volume_between_their_edges(tmp_path
     assert row["milliliters bright"] == pytest.approx(bright.sum() * 0.003)
 
 
-def test_masks_of_tilted_volumes_at_another_spacing_lie_where_the_truth_does(tmp_path):
-    cosine, sine = np.cos(np.radians(20)), np.sin(np.radians(20))
-    turned = np.array([[0, -cosine, -sine], [1, 0, 0], [0, sine, -cosine]])  # tilted around the axis to the front
-    affine = np.eye(4)
-    affine[:3, :3], affine[:3, 3] = turned * (1.0, 0.8, 2.5), (-20, 30, -50)
-    shape = (40, 50, 18)
-    middle = affine[:3, :3] @ (22, 24, 9) + affine[:3, 3]
-    places = np.stack(np.indices(shape), axis=-1) @ affine[:3, :3].T + affine[:3, 3]
-    inside = (((places - middle) / (12, 9, 14)) ** 2).sum(-1) < 1
-    save(tmp_path / "a.nii", np.where(inside, 900, 100).astype(np.int16), affine)
-    decoding = Decoding(kind="volume", spacing=(1.5, 1.25, 1.0))
-    model = make_model(Preparation(shape=(1, 30, 32, 40), dtype="float32", decoding=decoding))
-    (row,) = predict_files(model, [tmp_path / "a.nii"], tmp_path / "out").rows
-    assert row["status"] == "predicted"
-    made = nibabel.load(tmp_path / "out" / "a.nii.gz")
-    assert np.array_equal(made.affine, nibabel.load(tmp_path / "a.nii").affine)
-    found = np.asarray(made.dataobj) == 1
-    assert 2 * (found & inside).sum() / (found.sum() + inside.sum()) > 0.95
-    assert np.linalg.norm(places[found].mean(axis=0) - middle) < 0.2  # millimeters
-
-
 def test_the_table_has_what_was_predicted_before_an_interruption(tmp_path):
     for name in "ab":
         save(tmp_path / f"{name}.nii", draw_volume()[0], np.eye(4))
@@ -157,31 +137,20 @@ def test_the_table_has_what_was_predicted_before_an_interruption(tmp_path):
     assert table["mask"].tolist() == ["a.nii.gz"]
 
 
-def test_pictures_of_any_size_have_masks_of_theirs_with_distances_in_pixels(tmp_path):
-    pixels = np.zeros((8, 12), np.uint8)
-    pixels[2:6, 4:8] = 255
-    (tmp_path / "masks").mkdir()
-    Image.fromarray(pixels).save(tmp_path / "eye.png")
-    Image.fromarray(pixels // 255).save(tmp_path / "masks" / "eye.tif")
-    (row,) = predict_files(pictures(16, 24), [tmp_path / "eye.png"], tmp_path / "out", masks=tmp_path / "masks").rows
-    assert np.array_equal(decode_mask(tmp_path / "out" / row["mask"]), pixels // 255)
-    assert (row["dice bright"], row["hd95 pixels bright"], row["assd pixels bright"]) == (1, 0, 0)
-    assert not {name for name in row if "milliliters" in name or "mm" in name}
-
-
-def test_pixels_outside_of_the_field_of_view_do_not_count(tmp_path):
+def test_pictures_of_any_size_have_masks_of_theirs_and_pixels_outside_of_the_field_of_view_do_not_count(tmp_path):
     pixels = np.zeros((8, 12), np.uint8)
     pixels[2:6, 4:8] = 255
     truth, field = pixels.copy(), np.full_like(pixels, 255)
     truth[:, 6:], field[:, 6:] = 0, 0  # the truth lacks what lies outside
-    for folder, values in (("images", pixels), ("masks", truth), ("fov", field)):
-        (tmp_path / folder).mkdir()
-        Image.fromarray(values).save(tmp_path / folder / "eye.png")
+    for name, values in {"images/eye.png": pixels, "masks/eye.tif": truth, "fov/eye.png": field}.items():
+        (tmp_path / name).parent.mkdir()
+        Image.fromarray(values).save(tmp_path / name)
     eye = [tmp_path / "images" / "eye.png"]
     (row,) = predict_files(pictures(16, 24), eye, tmp_path / "out", masks=tmp_path / "masks").rows
-    assert row["dice bright"] == 1
-    (tmp_path / "fov" / "eye.png").unlink()
-    (tmp_path / "fov").rmdir()
+    assert np.array_equal(decode_mask(tmp_path / "out" / row["mask"]), pixels // 255)
+    assert (row["dice bright"], row["hd95 pixels bright"], row["assd pixels bright"]) == (1, 0, 0)
+    assert not {name for name in row if "milliliters" in name or "mm" in name}
+    (tmp_path / "fov").rename(tmp_path / "views")
     (row,) = predict_files(pictures(16, 24), eye, tmp_path / "whole", masks=tmp_path / "masks").rows
     assert row["dice bright"] == pytest.approx(2 * 8 / (16 + 8))
 
@@ -210,6 +179,14 @@ def test_tables_are_predicted_in_the_forms_in_which_they_are_read_for_training(t
     table = pd.read_csv(predict_files(rows, [tmp_path], tmp_path / "out").table)
     assert table[["row", "dose", "days"]].to_numpy()[:6].tolist() == [[0, 60, 0], [1, 82, 1]] * 3
     assert rows.predict(frame.astype(str)) == [[60, 0], [82, 1]]
+    for row, said in (
+        ({"age": 3, "sex": "f"}, "a row has no 'smokes': give every column, None where missing"),
+        ({"age": 3, "sex": "x", "smokes": True}, "column 'sex' holds one of f, m, not 'x'"),
+        ({"age": "old", "sex": "f", "smokes": True}, "column 'age' holds numbers, not 'old'"),
+        ([[1, 2]], "a row is a list"),
+    ):
+        with pytest.raises(UsageError, match=said):
+            rows(row)
     assert all(said in status for said, status in zip(faults.values(), table.status[6:], strict=True))
 
 

@@ -271,6 +271,9 @@ def test_cards_followed_by_the_word_give_the_predictions(write, given, options, 
     settings = {"methods": "fedavg", "model": linear, "rounds": 1, "lr": 0.05, "batch_size": 4, "engine": "sequential"}
     result = fedshift.compare(**settings | source | options, out=tmp_path / "run", progress=False)
     client = "a" if "target" in source or options.get("normalize") == "client" else None
+    if client:
+        with pytest.raises(UsageError, match=r"the global model needs a client's scale: name a client \(client\)"):
+            result.export(tmp_path / "none", onnx=False)
     model = fedshift.load(result.export(tmp_path / "model", client=client, onnx=False))
     card = (model.directory / "README.md").read_text()
     assert write is write_table or "as the run recorded" in card
@@ -293,25 +296,3 @@ def test_cards_followed_by_the_word_give_the_predictions(write, given, options, 
             assert np.array_equal(written, mask)
             assert np.array_equal(model.predict(image), mask)
             assert given != "RGB" or np.array_equal(model.predict(np.array(image)), mask)
-
-
-@pytest.mark.slow
-def test_a_global_model_has_the_range_of_gray_of_all_clients_but_not_that_of_8_bits(tmp_path):
-    _, source = write_pictures(tmp_path / "data", "I;16")
-    files = sorted((tmp_path / "data" / "b").rglob("*.png"))
-    for divisor, refused in ((32, False), (8, True)):
-        for file in files:
-            with Image.open(file) as image:
-                values = np.asarray(image) // divisor
-            Image.fromarray(values.clip(0, 255).astype(np.uint8) if refused else values).save(file)
-        result = fedshift.compare(
-            "fedavg", model=linear, rounds=1, image_size=16, out=tmp_path / f"{divisor}", **source
-        )
-        if refused:
-            with pytest.raises(UsageError, match="the global model needs a client's scale"):
-                result.export(tmp_path / "model", onnx=False)
-            with pytest.raises(UsageError, match="name the client whose scaling"):
-                result.predict("fedavg", None, np.zeros((16, 16), np.float32))
-        else:
-            model = fedshift.load(result.export(tmp_path / "wide", onnx=False))
-            assert model.inputs.decoding.window == (0, 65535)

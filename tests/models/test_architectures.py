@@ -1,13 +1,14 @@
 """The papers' feed-forward networks: parameter counts, layers in their order, groups, and first weights."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import nn
 
-from fedshift.models.digits import digit_cnn_bn, digit_cnn_dropout, small_cnn
-from fedshift.models.fedmmb import cfnn3, cfnn4, fnn2
-from fedshift.models.mlp import abide_mlp, synthetic_mlp
-from fedshift.models.vision import alexnet_bn, alexnet_dropout
+from fedshift.models.digits import cfnn3, cfnn4, digit_cnn_bn, digit_cnn_dropout, small_cnn
+from fedshift.models.mlp import abide_mlp, fnn2, synthetic_mlp
+from fedshift.models.vision import alexnet_bn, alexnet_dropout, resnet20, vgg16_fedmmb
 
 # torchvision's AlexNet, of the same convolutions and FC layers, has 61,100,840 ("num_params" of AlexNet_Weights).
 NORMS = 2 * (64 + 192 + 384 + 256 + 256)
@@ -25,7 +26,20 @@ COUNTS = [
     (cfnn4, {}, (3 * 128 + 128 * 256 + 256 * 512) * 9 + 896 + (512 * 4 * 4 + 1) * 1024 + 1025 * 10),
     (abide_mlp, {}, 5996 * 16 + 2 * 16 + 17 * 16 + 2 * 16 + 17 * 2),
     (synthetic_mlp, {}, 11 * 100 + 2 * 100 + 101 * 2),
-]
+    # arXiv:2011.07006, section 4: VGG16's 13 convolutions; five poolings leave 4 x 6 pixels for three FC layers.
+    (
+        vgg16_fedmmb,
+        {},
+        sum((9 * a + 1) * b for a, b in pairwise((3, 64, 64, 128, 128, 256, 256, 256, *[512] * 6)))
+        + (4 * 6 * 512 + 1) * 4096 + 4097 * 4096 + 4097 * 7,
+    ),
+    # He et al. 2016, table 6: 0.27 M. A block of n channels after m has 9 n (m + n) weights and two BatchNorms of 2 n.
+    (
+        resnet20,
+        {},
+        9 * (3 * 16 + 6 * 16 * 16 + 32 * (16 + 5 * 32) + 64 * (32 + 5 * 64)) + 2 * (16 + 6 * (16 + 32 + 64)) + 65 * 10,
+    ),
+]  # fmt: skip
 CONV, POOL = ["Conv2d", "BatchNorm2d", "ReLU"], "MaxPool2d"
 DENSE, DROPPED = ["Linear", "BatchNorm1d", "ReLU"], ["Dropout", "Linear", "ReLU"]
 DIGITS = [*CONV, POOL, *CONV, POOL, *CONV, "Flatten"]

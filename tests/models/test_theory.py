@@ -3,7 +3,6 @@
 import numpy as np
 import pytest
 import torch
-from torch.func import functional_call
 
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
@@ -88,21 +87,3 @@ def test_evaluation_after_a_full_batch_scales_as_training_did_even_where_inputs_
 def test_gradients_pass_through_the_scale():
     layer = ScaleNorm(3, about_mean=True).double()
     assert torch.autograd.gradcheck(layer, torch.from_numpy(inputs(5, 3)).requires_grad_())
-
-
-@pytest.mark.parametrize("momentum", [1.0, None])
-def test_clients_side_by_side_equal_clients_one_by_one(momentum):
-    layer = ScaleNorm(4, momentum=momentum).double()
-    state = {name: torch.stack([tensor.detach()] * 3) for name, tensor in layer.state_dict().items()}
-    x = torch.stack([torch.from_numpy(inputs(seed=seed)) for seed in range(3)])
-
-    def run(state, x):
-        state = {name: tensor.clone() for name, tensor in state.items()}
-        return functional_call(layer, state, (x,)), state
-
-    together, after = torch.vmap(run)(state, x)
-    for lane in range(3):
-        alone, own = run({name: tensor[lane] for name, tensor in state.items()}, x[lane])
-        torch.testing.assert_close(together[lane], alone)
-        for name, tensor in own.items():
-            torch.testing.assert_close(after[name][lane], tensor)

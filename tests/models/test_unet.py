@@ -7,12 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fedshift.core.kernel import client_init, init_client, init_server
-from fedshift.core.optimizer import SGD
-from fedshift.core.preparation import apply_surgery, prepare
-from fedshift.core.step import client_step_
-from fedshift.engines.stepper import Stepper
-from fedshift.methods.fedavg import fedavg
+from fedshift.core.preparation import apply_surgery
 from fedshift.methods.fedwon import fedwon
 from fedshift.methods.gn import gn
 from fedshift.methods.ln import ln
@@ -22,7 +17,6 @@ from fedshift.nn.scaled_std_conv import ScaledStdConv2d, ScaledStdConv3d
 from fedshift.utils.errors import UsageError
 
 IMAGE, VOLUME = (2, 9, 6), (2, 3, 6, 5)
-KEY = torch.tensor(0)
 
 
 def narrow(shape=IMAGE, width=2):
@@ -135,32 +129,6 @@ def test_surgery_reaches_every_layer(shape, convolution):
         assert not any(isinstance(layer, nn.modules.batchnorm._BatchNorm) for layer in made.modules())
         assert made(samples).shape == (2, 3, *shape[1:])
     assert (norms, convolutions) == ((18, 23) if shape == IMAGE else (14, 18))
-
-
-def batches(shape, steps, clients=("a", "b")):
-    """Inputs and labels of each place, of each client's steps."""
-    torch.manual_seed(1)
-    return {
-        name: [(torch.randn(3, *shape).double(), torch.randint(3, (3, *shape[1:]))) for _ in range(steps)]
-        for name in clients
-    }
-
-
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize("shape", [IMAGE, VOLUME])
-def test_lanes_side_by_side_step_as_each_alone(shape):
-    plan = prepare(fedavg(), narrow(shape).double(), optimizer=SGD(lr=0.1), sample=torch.zeros(1, *shape))
-    taken = [own[0] for own in batches(shape, 1, ("a", "b", "c")).values()]
-    job = client_init(plan, init_client(plan), init_server(plan), 1)
-    stack = tuple({n: torch.stack([t] * 3) for n, t in state.items()} for state in (job.params, job.rest, {}, {}))
-    x, y = (torch.stack(each) for each in zip(*taken, strict=True))
-    (params, rest, *_), losses = Stepper(plan).step(job, stack, x, y, KEY.repeat(3), recorded=True)
-    for lane, own in enumerate(taken):
-        alone = client_init(plan, init_client(plan), init_server(plan), 1)
-        alone, loss = client_step_(plan, alone, *own, KEY)
-        assert abs(float(loss - losses[lane])) <= 1e-12
-        for name, tensor in {**alone.params, **alone.rest}.items():
-            assert ({**params, **rest}[name][lane] - tensor).abs().max() <= 1e-9, name
 
 
 @pytest.mark.parametrize("make", [unet, unet_small])

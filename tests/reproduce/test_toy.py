@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from fedshift.data.datasets.cosines import CLIENTS, NOISE
+from fedshift.data.datasets.synthetic import CLIENTS, NOISE
 from fedshift.report.style import figure_settings
 from fedshift.reproduce.toy import GAMMA, W, compare_with_mean, compute_toy, draw_toy_panels
 

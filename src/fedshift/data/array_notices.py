@@ -18,9 +18,7 @@ from ..utils.errors import FedshiftError
 from .stores import DatasetStore, LazyStore, read_store
 
 LOOKED_AT = 1000
-"""Number of samples to judge arrays by, in all, but at least :data:`LEAST` of each; of datasets, those ``probed``."""
-LEAST = 10
-"""Least number of samples of an array to judge it by."""
+"""Number of samples to judge arrays by, in all, but at least 10 of each; of stores, at most those ``probed``."""
 ROUNDED = 0.01
 """Least rounding to 32 bits for a notice, as a share of a feature's standard deviation."""
 CONSTANT = 1e-12
@@ -33,12 +31,6 @@ DARK = 16
 """Largest value of 8-bit pixels, at all clients, for a notice that 255 is white."""
 VECTOR_OF_PIXELS = 64
 """Vectors of at least this many whole numbers 0..255 are taken for pixels."""
-SIGNALS = "samples of shape {} x {} are signals with {} channels; give gray images as [N, 1, H, W]"
-"""Notice of floats that are not images, although they have as many axes as gray images."""
-IMAGES = "samples of shape {} x {} are gray images; give signals of {} channels as [N, {}, {}]"
-"""Notice of floats that are gray images, and might be signals whose channels are the last axis."""
-CHANNELS = "samples {} have {} channels, in front, and sides of {}; give images with channels last as [N, C, H, W] too"
-"""Notice of images whose channels might be the last axis."""
 
 
 def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) -> list[str]:
@@ -48,7 +40,7 @@ def describe_arrays(stores: Mapping[str, Tensor | LazyStore], *, several: bool) 
     """
     if all(store.dtype == torch.int64 for store in stores.values()):
         return []
-    count = max(LEAST, LOOKED_AT // max(1, len(stores)))
+    count = max(10, LOOKED_AT // max(1, len(stores)))
     some = {where: _take_some(store, count) for where, store in stores.items()}
     some = {where: x for where, x in some.items() if x.numel() and x.isfinite().all()}  # others are refused
     doubles = {where: x for where, x in some.items() if stores[where].dtype == torch.float64}
@@ -85,10 +77,10 @@ def _holds_images(x: Tensor) -> bool:
 
 def _describe_rounding(some: Mapping[str, Tensor]) -> Iterator[str]:
     """Yield a notice of the first array with a feature or channel that loses its digits in 32 bits."""
-    found = {where: said for where, x in some.items() if (said := _name_rounded(x))}
-    for where, said in list(found.items())[:1]:
+    found = [f"{where}: {said}" for where, x in some.items() if (said := _name_rounded(x))]
+    if found:
         more = f" (and in {len(found) - 1} more arrays)" if len(found) > 1 else ""
-        yield f"{where}: {said}{more}: subtract an offset and standardize it beforehand, or compute in float64"
+        yield f"{found[0]}{more}: subtract an offset and standardize it beforehand, or compute in float64"
 
 
 def _name_rounded(x: Tensor) -> str:
@@ -138,10 +130,12 @@ def _describe_dark(pixels: Mapping[str, Tensor | LazyStore], some: Mapping[str, 
 def _describe_shape(stores: Mapping[str, Tensor | LazyStore]) -> Iterator[str]:
     """Yield a notice of the first array's axes if they may be meant otherwise."""
     first = next(iter(stores.values()))
-    shape, floats = tuple(first.shape[1:]), first.is_floating_point()
-    if floats and len(shape) == 2 and shape[0] > 1:
-        yield SIGNALS.format(*shape, shape[0])
-    if floats and len(shape) == 3 and shape[0] == 1 and shape[1] >= 2 * shape[2]:
-        yield IMAGES.format(*shape[1:], shape[2], *shape[:0:-1])
-    elif len(shape) > 2 and shape[0] in (1, 3) and shape[-1] in (1, 3) and prod(shape) > shape[-1]:
-        yield CHANNELS.format(*(" x ".join(map(str, part)) for part in (shape, shape[:1], shape[1:])))
+    (channels, *sides), floats = first.shape[1:], first.is_floating_point()
+    told = " x ".join(map(str, sides))
+    shape = f"samples of shape {channels} x {told}"
+    if floats and len(sides) == 1 and channels > 1:
+        yield f"{shape} are signals with {channels} channels; give gray images as [N, 1, H, W]"
+    if floats and len(sides) == 2 and channels == 1 and sides[0] >= 2 * sides[1]:
+        yield f"{shape} are gray images; give signals of {sides[1]} channels as [N, {sides[1]}, {sides[0]}]"
+    elif len(sides) > 1 and channels in (1, 3) and sides[-1] in (1, 3) and prod(sides) * channels > sides[-1]:
+        yield f"{shape} have {channels} channels, in front; give images with channels last as [N, C, H, W] too"

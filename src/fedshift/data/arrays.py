@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -90,8 +91,7 @@ def read_part(part: Any, where: str, target: str | None = None, skip: Sequence[s
 def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence[str] = ()) -> Item:
     """Return a function that splits an item into input and target; arguments and errors as in :func:`read_part`."""
     if isinstance(data, IterableDataset) or not hasattr(data, "__len__") or not hasattr(data, "__getitem__"):
-        kind = "datasets.Dataset" if is_hub_dataset(data) else "torch.utils.data.Dataset"
-        raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style {kind}")
+        raise UsageError(f"{where}: {type(data).__name__} has no length: give a map-style dataset, not a stream")
     if not len(data):
         raise UsageError(f"{where}: empty; every client needs at least one sample in each split")
     if is_hub_dataset(data):
@@ -103,10 +103,9 @@ def item_reader(data: Any, where: str, target: str | None = None, skip: Sequence
 def find_targets(given: LazyDataset, where: str, target: str | None = None) -> NDArray[Any] | None:
     """Return the targets of all items, or None if only the items themselves have them."""
     data, found = given.dataset, given.targets
-    if found is None and is_hub_dataset(data):
-        found = data[_find_columns(data, where, target, ())[1]]
-    elif found is None:
-        found = _take_items(data, _list_targets)
+    if found is None:  # unless a transform changes them
+        hub = is_hub_dataset(data) and _find_columns(data, where, target, ())[1]
+        found = data[hub] if hub else _take_items(data, lambda d: None if _changes(d) else getattr(d, "targets", None))
     if found is None:
         return None
     targets = to_numbers(found, f"{where}, targets")
@@ -125,9 +124,9 @@ def _take_items(data: Any, read: Callable[[Any], Any]) -> Any:
     return read(data)
 
 
-def _list_targets(data: Any) -> Any:
-    """Return the ``targets`` of a dataset such as torchvision's, unless its transform changes them."""
-    return getattr(data, "targets", None) if getattr(data, "target_transform", None) is None else None
+def _changes(data: Any) -> bool:
+    """Return whether a dataset such as torchvision's changes its targets by a transform."""
+    return getattr(data, "target_transform", None) is not None
 
 
 def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.str_]:
@@ -144,29 +143,25 @@ def find_item_groups(data: Any, groups: str | None, where: str) -> NDArray[np.st
         UsageError: the dataset has no such column or attribute and lists no files, or lengths differ.
 
     """
-
-    def list_groups(whole: Any) -> Any:
-        files = _name_files(whole)
-        hub = groups is not None and is_hub_dataset(whole) and groups in whole.column_names
-        found = whole[groups] if hub else getattr(whole, groups, None) if groups else None
-        if found is None and files and (groups is None or MARK in groups or groups.lower().endswith(TABLES)):
-            root = getattr(whole, "root", "")
-            found = find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
-            return found if len(found) else None
-        if found is None and groups is not None:
-            raise UsageError(
-                f"{{}}: {where}: {type(whole).__name__} has no attribute or column {groups!r}: give it the group of "
-                "each item",
-                Ref(groups=groups),
-            )
-        if found is not None and np.shape(found) != (len(whole),):
-            raise UsageError(
-                f"{where}: {groups} of shape {np.shape(found)} for {len(whole)} items: give each one group"
-            )
-        return found
-
-    found = _take_items(data, list_groups)
+    found = _take_items(data, partial(_list_groups, groups=groups, where=where))
     return read_groups([] if found is None else found, where)
+
+
+def _list_groups(whole: Any, groups: str | None, where: str) -> Any:
+    found: Any = None
+    files = _name_files(whole)
+    if groups is not None:
+        hub = is_hub_dataset(whole) and groups in whole.column_names
+        found = whole[groups] if hub else getattr(whole, groups, None)
+    if found is None and files and (groups is None or MARK in groups or groups.lower().endswith(TABLES)):
+        root = getattr(whole, "root", "")
+        named = find_groups(groups, [os.path.relpath(file, root) if root else file for file in files])
+        return named if len(named) else None
+    if groups is not None and np.shape(found) != (len(whole),):
+        lack = f"{type(whole).__name__} has no attribute or column {groups!r}"
+        said = lack if found is None else f"{groups} of shape {np.shape(found)} for {len(whole)} items"
+        raise UsageError(f"{{}}: {where}: {said}: give each item one group", Ref(groups=groups))
+    return found
 
 
 def list_files(data: Any) -> list[str]:
@@ -179,7 +174,6 @@ def list_files(data: Any) -> list[str]:
 
 
 def _name_files(data: Any) -> list[str]:
-    """Return the files in the ``samples`` of a dataset, if there is one for each item."""
     items = getattr(data, "samples", ())
     files = [str(item[0]) for item in items if isinstance(item, tuple) and isinstance(item[0], str | os.PathLike)]
     return files if len(files) == len(data) else []
@@ -224,8 +218,7 @@ def list_class_names(part: Any, target: str | None = None, skip: Sequence[str] =
         label = _find_label(part, target, skip)
         names = getattr(part.features[label], "names", ()) if label in part.column_names else ()
     else:
-        changed = getattr(part, "target_transform", None) is not None
-        names = () if changed or not isinstance(part, Dataset) else getattr(part, "classes", ())
+        names = () if _changes(part) or not isinstance(part, Dataset) else getattr(part, "classes", ())
     return tuple(names) if isinstance(names, list | tuple) and all(isinstance(name, str) for name in names) else ()
 
 
@@ -291,10 +284,7 @@ def require_shape(x: Any, first: Any, number: int, where: str) -> None:
 
     Pixels, 8-bit integers and Booleans, must be so in both.
     """
-    found, known = (
-        {name: _describe(each) for name, each in one.items()} if isinstance(one, Mapping) else _describe(one)
-        for one in (x, first)
-    )
+    found, known = _describe(x), _describe(first)
     if found != known:
         raise UsageError(
             f"{where}: sample {number} has shape {found} and the first {known}: bring all to one shape and type (a "
@@ -302,6 +292,8 @@ def require_shape(x: Any, first: Any, number: int, where: str) -> None:
         )
 
 
-def _describe(x: NDArray[Any]) -> Any:
-    """Return the shape of an array, with its type if values mean pixels."""
+def _describe(x: Any) -> Any:
+    """Return the shape of an array, or of several by name, with its type if values mean pixels."""
+    if isinstance(x, Mapping):
+        return {name: _describe(each) for name, each in x.items()}
     return f"{x.shape} of {x.dtype}" if x.ndim > 1 and x.dtype in (np.uint8, np.bool_) else x.shape

@@ -25,7 +25,7 @@ CODES = (
 )  # fmt: skip
 """Texts, in lower case, that mark a missing value among numbers; among other texts they are categories."""
 TRUTHS = {"true": 1, "false": 0}
-"""Numbers that texts in lower case stand for in columns of 0 and 1 and in targets."""
+"""Numbers that texts in lower case mean in columns of 0 and 1 and in targets."""
 Holds = Literal["numbers", "0 and 1", "True and False"]
 """Kinds of values in a column of numbers: any numbers, only 0 and 1, or also True and False for them."""
 PLAIN = re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)(e[+-]?[0-9]+)?|[+-]?inf(inity)?", re.IGNORECASE)

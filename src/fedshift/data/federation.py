@@ -81,20 +81,6 @@ class ClientData:
         """Return the client with these splits replaced."""
         return replace(self, **splits)
 
-    @classmethod
-    def from_rows(
-        cls,
-        name: str,
-        x: Tensor | LazyStore,
-        y: Tensor,
-        rows: Mapping[str, NDArray[np.int64]],
-        group: Tensor | None = None,
-    ) -> ClientData:
-        """Return a client whose splits are ``rows``, by split name, of one array ``x`` with labels ``y`` and groups."""
-        whole = Samples(x=x, y=y, group=group)
-        taken = {split: torch.from_numpy(index) for split, index in rows.items() if len(index) or split != "validation"}
-        return cls.from_splits(name, {split: whole.take(index) for split, index in taken.items()})
-
     def __repr__(self) -> str:
         return f"Client {self.name!r}: " + ", ".join(f"{name} {split!r}" for name, split in self.splits.items())
 
@@ -270,19 +256,16 @@ class Federation:
                 raise UsageError(
                     f"client {client.name!r} has {len(client.validation)} validation samples already: leave {asked} out"
                 )
-            sample = client.train.units
-            order = torch.from_numpy(stream(0, "validation", client.name).permutation(int(sample.max()) + 1))
+            units = client.train.units
+            order = torch.from_numpy(stream(0, "validation", client.name).permutation(int(units.max()) + 1))
             count = max(1, round(fraction * len(order))) if fraction is not None else size or 0
             if count >= len(order):
                 raise UsageError(
                     f"{asked} leaves client {client.name!r} no training sample of {len(order)}: "
                     f"ask for {'a smaller fraction' if fraction is not None else 'fewer'}"
                 ).about("validation")
-            place = torch.empty_like(order).scatter_(0, order, torch.arange(len(order)))
-            index = place[sample].argsort(
-                stable=True
-            )  # copies of a sample, or a group, are adjacent, and so on one side
-            held = int((place[sample] < count).sum())
+            place = order.argsort()[units]
+            index, held = place.argsort(stable=True), int((place < count).sum())  # copies, or a group, are on one side
             clients.append(
                 replace(client, train=client.train.take(index[held:]), validation=client.train.take(index[:held]))
             )
@@ -358,7 +341,7 @@ class Federation:
         """Return the federation whose training takes patches of its samples; splits that have patches are unchanged.
 
         Args:
-            size: Size of a patch; one number stands for all axes.
+            size: Size of a patch; one number is for all axes.
             true_sizes: Size of each row without padding, ``[rows, axes]``, by store; of others, all rows are whole.
             resized: Files are resized to the size of the samples.
 

@@ -191,13 +191,13 @@ def read_pickle(path: Path) -> Any:
 def load_pickle(file: IO[bytes], where: Path | str) -> Any:
     """Read a pickle as :func:`read_pickle` does, from an open file called ``where`` in error messages."""
     with explain_errors(where, "a pickle of arrays"):
-        return _require_plain(_Unpickler(file, where).load(), where)
+        reader = _Unpickler(file, encoding="latin1")
+        reader.where = where
+        return _require_plain(reader.load(), where)
 
 
 class _Unpickler(pickle.Unpickler):
-    def __init__(self, file: IO[bytes], where: Path | str) -> None:
-        super().__init__(file, encoding="latin1")
-        self.where = where
+    where: Path | str
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) not in _ADMITTED:
@@ -218,25 +218,20 @@ class _Dtype:
         self.dtype = np.dtype(code)
 
     def __setstate__(self, state: tuple[Any, ...]) -> None:
-        byte_order = state[1]
-        self.dtype = self.dtype.newbyteorder("=" if byte_order == "|" else byte_order)
+        self.dtype = self.dtype.newbyteorder("=" if state[1] == "|" else state[1])
 
 
 class _Array:
     """Safe replacement of ``numpy.ndarray``."""
 
-    array: NDArray[Any]
-
     def __setstate__(self, state: tuple[Any, ...]) -> None:
         _, shape, dtype, by_columns, data = state
-        self.array = _read_numbers(data, dtype, shape, "F" if by_columns else "C")
+        self.array: NDArray[Any] = _read_numbers(data, dtype, shape, "F" if by_columns else "C")
 
 
 def _read_numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
     if dtype.dtype == object:
-        flat = np.empty(len(data), object)
-        for place, item in enumerate(list(data)):
-            flat[place] = item
+        flat = np.fromiter(data, object, len(data))
     else:
         flat = np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)
     return flat.reshape(shape, order="F" if order == "F" else "C")

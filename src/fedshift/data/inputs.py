@@ -165,11 +165,6 @@ def find_layout(x: Mapping[Any, Any], where: str) -> Inputs:
     for name, given in x.items():
         if not isinstance(name, str) or not name.isprintable() or not name:
             raise UsageError(f"{where}: the input {name!r}: name inputs by texts, as the network's parameters")
-        if is_mapped(given):
-            raise UsageError(
-                f"{where}: the input {name!r} is mapped from a file, and would be read whole: give numpy.array(...) "
-                "of it, or a LazyDataset of pairs (dictionary of inputs, target)"
-            )
         array = np.atleast_1d(to_numbers(given, f"{where}, input {name!r}"))
         if len(array) != len(x[first]):
             raise UsageError(
@@ -222,17 +217,13 @@ def require_layout(found: Inputs, wanted: Inputs, where: str, whose: str) -> Non
     """
     if found == wanted:
         return
-    for mine, others in ((found, wanted), (wanted, found)):
-        if not mine:
-            one, other = (where, whose) if mine is found else (whose, where)
-            raise UsageError(
-                f"{one}: samples are one array, and {other}: they have the inputs {name_inputs(others)}: give the same "
-                "inputs everywhere"
-            )
-    if [each.name for each in found] != [each.name for each in wanted]:
-        raise UsageError(
-            f"{where}: the inputs {name_inputs(found)}, and {whose}: {name_inputs(wanted)}: give the same inputs "
-            "everywhere, in the same order"
+    names, others = (name_inputs(inputs) or "one array a sample" for inputs in (found, wanted))
+    if names != others:
+        names = f"the inputs {names}" if found else names
+    else:
+        names, others = next(
+            (f"the input {one}", str(other)) for one, other in zip(found, wanted, strict=True) if one != other
         )
-    mine_, other_ = next((mine, other) for mine, other in zip(found, wanted, strict=True) if mine != other)
-    raise UsageError(f"{where}: the input {mine_}, and {whose}: {other_}: give it the same shape and kind everywhere")
+    raise UsageError(
+        f"{where}: {names}, and {whose}: {others}: give the same inputs everywhere, of one order, shape and kind"
+    )

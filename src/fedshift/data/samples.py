@@ -138,7 +138,7 @@ class Samples:
         return self.replace(y=self.y[index], rows=self.rows[index], group=group)
 
     def replace(self, **fields: Any) -> Samples:
-        """Return the same samples but for these arguments of :class:`Samples`; another ``x`` has as many rows."""
+        """Return the same samples except these arguments of :class:`Samples`; another ``x`` has as many rows."""
         own = {name: getattr(self, name) for name in ("y", "normalization", "group", "patches")}
         return Samples(**{"x": self.store, "rows": None if self._all else self.rows, **own, **fields})
 
@@ -380,20 +380,13 @@ def join_samples(parts: Sequence[Samples]) -> Samples:
             )
         leads = {part.store: part.patches for part in reversed(parts)}
         return joined.replace(x=StoreView(list(stores)), patches=_join_patches([leads[store] for store in stores]))
+    x = torch.cat([part.x if alike else part.scale(part.copy_rows(slice(None))) for part in parts])
+    patches = _join_patches([part.patches and part.patches.take(part.rows) for part in parts])
     number, places = number_distinct(rows)
-    once = [part.take(own) for part, own in zip(parts, _divide(places, parts), strict=True)]
-    x = torch.cat([part.x if alike else part.scale(part.x) for part in once])
-    patches = _join_patches([part.patches and part.patches.take(part.rows) for part in once])
-    whole = number if len(number) > len(places) else None
-    return joined.replace(x=x, rows=whole, patches=patches, normalization=first.normalization if alike else HALF)
-
-
-def _divide(places: Tensor, parts: Sequence[Samples]) -> list[Tensor]:
-    """Return which samples of each part are at ``places``, ascending, of all ``parts`` one after another."""
-    ends = torch.tensor([len(part) for part in parts]).cumsum(0)
-    edges = torch.searchsorted(places, ends).tolist()
-    starts = [0, *ends.tolist()]
-    return [own - start for own, start in zip(places.tensor_split(edges[:-1]), starts, strict=False)]
+    scaling = first.normalization if alike else HALF
+    if len(places) == len(x):
+        return joined.replace(x=x, rows=None, patches=patches, normalization=scaling)
+    return joined.replace(x=x[places], rows=number, patches=patches and patches.take(places), normalization=scaling)
 
 
 def _extend_alike(parts: list[Samples]) -> list[Samples]:

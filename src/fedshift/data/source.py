@@ -221,7 +221,7 @@ def list_rows(
         place: Place of each sample in the array; None: in order.
 
     """
-    if group is not None:  # pandas makes groups of texts in UTF-8 alone
+    if group is not None:  # pandas makes groups only of texts in UTF-8
         group = [name.encode("utf-8", "backslashreplace").decode() for name in group] or None
     texts = {"client": client, "split": split, "group": group, "file": file}  # objects, since names may be any bytes
     columns = {name: pd.Series(given, index=range(count), dtype=object) for name, given in texts.items()}

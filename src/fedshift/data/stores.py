@@ -242,7 +242,7 @@ class FileArray(NamedTuple):
         return cls(path, array.shape, array.dtype, root.offset + start, array.strides)
 
     def map(self) -> Array:
-        """Return the array as it is in the file now; raise :class:`UsageError` if it cannot be read."""
+        """Return the array with the values of the file now; raise :class:`UsageError` if it cannot be read."""
         try:
             return np.ndarray(*self[1:3], np.memmap(self.path, np.uint8, "c").data, *self[3:])
         except (OSError, TypeError, ValueError) as error:

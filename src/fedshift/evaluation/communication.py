@@ -26,7 +26,7 @@ from ..core.selection import (
 )
 from ..core.states import ServerState, Update
 from ..models.digits import small_cnn
-from ..models.fedmmb import fnn2
+from ..models.mlp import fnn2
 from ..results.disclosure import MODEL, Disclosure
 from ..results.schema import MethodSummary
 from ..utils.state import nbytes, pick

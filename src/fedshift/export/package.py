@@ -136,7 +136,9 @@ def write_package(model: TrainedModel, directory: Path, *, onnx: bool = True, re
 
 
 def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> ExportReport:
-    network = _load_state(model)
+    network = model.network.cpu()
+    load_entries(network, model.state)
+    network = merge_adapters(network).eval()
     state = network.state_dict()  # may have extra state, which is no tensor
     entries = {name: x.detach().contiguous().clone() for name, x in state.items() if isinstance(x, Tensor)}
     names = {"method": model.facts.method, "client": model.facts.client or "", "seed": str(model.facts.seed)}
@@ -187,12 +189,6 @@ def _fill(model: TrainedModel, folder: Path, directory: Path, *, onnx: bool) -> 
     return ExportReport(directory=directory, files=(*sizes, CARD), checks=tuple(checks), notices=tuple(notices))
 
 
-def _load_state(model: TrainedModel) -> nn.Module:
-    network = model.network.cpu()
-    load_entries(network, model.state)
-    return merge_adapters(network).eval()
-
-
 def _open_onnx(path: Path, names: Sequence[str]) -> Callable[..., Tensor] | None:
     """Return the ONNX program as a function, or None if no runtime is installed."""
     try:
@@ -209,10 +205,9 @@ def _check(model: TrainedModel, name: str, loaded: ExportedModel) -> list[str]:
     """Report how many test samples the program gets right, and whether this agrees with the run's records."""
     kind = model.facts.kind
     known = isinstance(model.schema.preparation.scaling, Normalization)  # a table's raw rows are not kept
-    user_counts = type(model.schema.task) is not TASKS.entries.get(kind)  # a user's task may define other counts
-    found = {}
-    if known and not user_counts and kind in TRIED:
-        found = {client: _count_answers(model, loaded, samples) for client, samples in model.tests.items()}
+    counted = kind in TRIED and type(model.schema.task) is TASKS.entries.get(kind)  # a user's task may count otherwise
+    tests = model.tests if known and counted else {}
+    found = {client: _count_answers(model, loaded, samples) for client, samples in tests.items()}
     right, total = (sum(counts) for counts in zip(*found.values(), strict=True)) if found else (0, 0)
     if not total:
         return []
@@ -238,8 +233,7 @@ def _iterate_samples(samples: Samples) -> Iterator[tuple[Tensor, Tensor]]:
     if samples.patches is not None:
         yield from map(samples.read_case, range(len(samples)))
         return
-    for start in range(0, len(samples), BATCH):
-        part = slice(start, start + BATCH)
+    for part in (slice(start, start + BATCH) for start in range(0, len(samples), BATCH)):
         yield samples.copy_rows(part), samples.targets(part)
 
 

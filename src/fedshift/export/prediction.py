@@ -12,10 +12,10 @@ empty cells; in only one of them, Dice is 0.
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -39,7 +39,7 @@ from ..data.decoding.volumes import (
 )
 from ..data.far_values import FarValues
 from ..data.files.listing import UNREAD_IMAGES
-from ..data.files.pairing import FIELDS, MASKS, match_names
+from ..data.files.pairing import FIELDS, MASKS, match_names, to_classes
 from ..data.readers.tables import SUFFIXES as TABLES
 from ..data.readers.tables import read_rows
 from ..tasks.segmentation import IGNORED
@@ -51,8 +51,6 @@ from .loading import NO_NUMBERS, ExportedModel
 from .package import require_new
 
 TABLE = "cases.csv"
-EVERY = 10.0
-"""Seconds between two writings of the table, so that a killed program leaves most rows."""
 FAR = "warning"
 """Column of rows whose file has values far from the training data's, with the numbers."""
 WRITTEN = "predicted"
@@ -100,16 +98,15 @@ def predict_files(
     stacks = model.inputs.decoding.kind == "volume" and len(model.inputs.shape) == 4
     signals = SIGNALS if model.inputs.decoding.kind == "signal" else READABLE
     found = list_files(files, TABLES if model.inputs.columns else signals, stacks=stacks)
-    truths = _Truths(masks, found, len(model.classes), stacks=stacks) if masks is not None else None
+    truths = _find_truths(masks, found, len(model.classes), stacks=stacks) if masks is not None else None
     if model.task == "segmentation":
-        _require_distinct_names(found)
+        _name_files(found)
     if signals is READABLE and not model.inputs.columns:  # images in other formats get a row that says so
         inside = (file for path in files if path.is_dir() for file in sorted(path.iterdir()))
         found += [file for file in inside if file.suffix.lower() in UNREAD_IMAGES.difference(READABLE)]
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     far: dict[Path, str] = {}
-    kept = time.monotonic()
     try:
         for done, file in enumerate(found):
             progress("predictions", done, len(found))
@@ -123,9 +120,6 @@ def predict_files(
                 rows += made
             except (Unreadable, UsageError) as error:
                 rows.append({"file": str(file), "status": str(error).removeprefix(str(file)).lstrip(", ")})
-            if time.monotonic() - kept > EVERY:
-                _write_table(rows, out)
-                kept = time.monotonic()
     finally:
         _write_table(rows, out)
     failed = [f"{row['file']} {row['status']}" for row in rows if row["status"] != WRITTEN]
@@ -170,81 +164,48 @@ def _list_directory(path: Path, suffixes: Sequence[str], stacks: bool) -> list[P
     return own
 
 
-def _require_distinct_names(files: Iterable[Path]) -> None:
-    """Raise :class:`UsageError` if two files would have one mask."""
-    first: dict[str, Path] = {}
+def _name_files(files: Iterable[Path]) -> dict[str, Path]:
+    """Return ``files`` by their names without suffix; raise :class:`UsageError` if two would have one mask."""
+    named: dict[str, Path] = {}
     for file in files:
         stem = find_stem(file.name)
-        if stem in first:
+        if stem in named:
             raise UsageError(
-                f"{first[stem]} and {file} have the same name without folder and suffix, and so would their masks: "
+                f"{named[stem]} and {file} have the same name without folder and suffix, and so would their masks: "
                 "rename one"
             )
-        first[stem] = file
+        named[stem] = file
+    return named
 
 
-class _Truths:
-    """True masks in ``directory``, one for each of ``images``.
+class _Truths(NamedTuple):
+    """True masks and fields of view by image; ``white``: masks hold 0 and 255, which are the classes 0 and 1."""
 
-    A directory ``fov`` next to ``masks`` has the images' fields of view: pixels outside are ignored.
-    ``classes``: number of classes of the model; ``stacks``: folders of DICOM slices are masks, too.
+    masks: dict[Path, Path]
+    fields: dict[Path, Path]
+    classes: int
+    white: bool
+
+
+def _find_truths(directory: Path, images: Sequence[Path], classes: int, *, stacks: bool) -> _Truths:
+    """Return the true masks in ``directory`` of a model of ``classes``, one for each of ``images``.
+
+    A directory ``fov`` next to ``masks`` has the images' fields of view. ``stacks``: folders of slices are masks, too.
     """
-
-    def __init__(self, directory: Path, images: Sequence[Path], classes: int, *, stacks: bool) -> None:
-        if not directory.is_dir():
-            raise UsageError(f"masks={directory} is not a directory: give the directory of the true masks")
-        self._classes, self._masks = classes, _match_masks(directory, images, stacks)
-        fields = directory.parent / FIELDS
-        known = directory.name.lower() == MASKS and fields.is_dir()
-        self._fields = _match_masks(fields, images, stacks) if known else {}
-        self._two_values = classes == 2 and self._hold_two_values()
-
-    def _hold_two_values(self) -> bool:
-        """Return whether readable masks have only the values 0 and 255, which then are the classes 0 and 1."""
-        held = set[int]()
-        for file in self._masks.values():
-            try:
-                held |= set(np.unique(decode_mask(file)).tolist())
-            except Unreadable:
-                continue
-        return held == {0, IGNORED}
-
-    def name(self, image: Path) -> str:
-        """Return the name of the image's true mask."""
-        return self._masks[image].name
-
-    def read(self, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
-        """Return the true mask of ``image``, whose header is ``header``; raise :class:`UsageError` if it is unfit."""
-        classes = self._decode(self._masks[image], image, header)
-        classes = (classes > 0).astype(np.uint8) if self._two_values else classes
-        wrong = (classes >= self._classes) & (classes != IGNORED)
-        if wrong.any():
-            raise UsageError(
-                f"has mask {self._masks[image]}, which has the value {classes[wrong][0]}: give classes "
-                f"0..{self._classes - 1}, or {IGNORED} where a pixel is ignored"
-            )
-        if image in self._fields:
-            classes[self._decode(self._fields[image], image, header) == 0] = IGNORED
-        return classes
-
-    def _decode(self, file: Path, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
-        try:
-            differs = find_difference(header, read_volume_header(file))
-            classes = decode_mask(file)
-        except Unreadable as error:
-            raise UsageError(f"has mask {file}, which {error}: give a mask that can be read") from error
-        if differs:
-            raise UsageError(
-                f"has mask {file}, which {differs.replace('{image}', str(image))}: bring it to its image's grid"
-            )
-        return classes
+    if not directory.is_dir():
+        raise UsageError(f"masks={directory} is not a directory: give the directory of the true masks")
+    masks, beside = _match_masks(directory, images, stacks), directory.parent / FIELDS
+    fields = _match_masks(beside, images, stacks) if directory.name.lower() == MASKS and beside.is_dir() else {}
+    values = set[int]()
+    for file in masks.values() if classes == 2 else ():
+        with suppress(Unreadable):  # which is said in the row of its image
+            values |= set(np.unique(decode_mask(file)).tolist())
+    return _Truths(masks, fields, classes, white=values == {0, IGNORED})
 
 
 def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[Path, Path]:
     """Return the mask in ``directory`` of each of ``images`` by their names; raise :class:`UsageError` without."""
-    named = _list_directory(directory, READABLE, stacks)
-    _require_distinct_names(named)
-    masks = {find_stem(file.name): file for file in named}
+    masks = _name_files(_list_directory(directory, READABLE, stacks))
     alike = match_names([("", find_stem(image.name)) for image in images], [("", stem) for stem in masks])
     if alike is None:
         lacking = [image for image in images if find_stem(image.name) not in masks]
@@ -253,6 +214,34 @@ def _match_masks(directory: Path, images: Sequence[Path], stacks: bool) -> dict[
             f"{lacking[0]}: add it, or take the image away"
         )
     return {image: masks[alike["", find_stem(image.name)][1]] for image in images}
+
+
+def _read_truth(truths: _Truths, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
+    """Return the true mask of ``image``, whose header is ``header``; raise :class:`UsageError` if it is unfit."""
+    mask = truths.masks[image]
+    classes = _decode_beside(mask, image, header)
+    wrong = classes[(classes >= truths.classes) & (classes != IGNORED)]
+    if wrong.size:
+        raise UsageError(
+            f"has mask {mask}, which has the value {wrong[0]}: give classes 0..{truths.classes - 1}, or {IGNORED} "
+            "where a pixel is ignored"
+        )
+    fields = _decode_beside(truths.fields[image], image, header)[None] if image in truths.fields else None
+    truth: NDArray[np.uint8] = to_classes(classes[None], white=truths.white, fields=fields, sizes=())[0]
+    return truth
+
+
+def _decode_beside(file: Path, image: Path, header: VolumeHeader) -> NDArray[np.uint8]:
+    """Return a mask on the grid of ``image``; raise :class:`UsageError` for another grid."""
+    try:
+        differs, classes = find_difference(header, read_volume_header(file)), decode_mask(file)
+    except Unreadable as error:
+        raise UsageError(f"has mask {file}, which {error}: give a mask that can be read") from error
+    if differs:
+        raise UsageError(
+            f"has mask {file}, which {differs.replace('{image}', str(image))}: bring it to its image's grid"
+        )
+    return classes
 
 
 def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths | None) -> Iterator[Row]:
@@ -265,12 +254,12 @@ def _predict_file(model: ExportedModel, file: Path, out: Path, truths: _Truths |
         yield {"file": str(file), **_name_answer(model, model.predict(file))}
         return
     header, predicted = read_volume_header(file), model.segment(file)
-    truth = truths.read(file, header) if truths else None
+    truth = _read_truth(truths, file, header) if truths else None
     mask = write_mask(out, find_stem(file.name), predicted.numpy(), file)
     row: Row = {"file": str(file), "status": WRITTEN, "mask": mask.name}
     row |= {f"milliliters {name}": volume for name, volume in _measure_volumes(model, predicted, header)}
     if truths and truth is not None:
-        row["true mask"] = truths.name(file)
+        row["true mask"] = truths.masks[file].name
         row |= dict(_compare(model, predicted, torch.from_numpy(truth).long(), header.spacing))
     yield row
 

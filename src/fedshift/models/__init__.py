@@ -202,10 +202,7 @@ def _configure(factory: Callable[..., Any], _own: bool) -> Callable[..., ModelFa
     def configure(**options: Any) -> ModelFactory:
         return partial(factory, **options) if options else factory
 
-    try:
-        taken = inspect.signature(factory).parameters.values()
-    except ValueError:  # it is written in C
-        taken = inspect.signature(configure).parameters.values()
+    taken = inspect.signature(factory).parameters.values()
     options = [each for each in taken if each.kind in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
     configure.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
     return configure

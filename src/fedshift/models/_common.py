@@ -5,6 +5,7 @@ Initialization after He et al. 2015, arXiv:1502.01852; group counts after tables
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from math import prod
@@ -55,19 +56,32 @@ def _dense_layers(widths: Sequence[int], first: int, *, norm: bool, dropout: boo
     return layers
 
 
-def _conv_blocks(channels: int, layers: Iterable[_Convolution]) -> dict[str, nn.Module]:
-    """Return convolutions with BatchNorm and ReLU, and optional max-pooling, numbered from 1."""
+def _conv_blocks(channels: int, layers: Iterable[_Convolution], *, norm: bool = True) -> dict[str, nn.Module]:
+    """Return convolutions with ReLU, optional BatchNorm and max-pooling, numbered from 1."""
     made: dict[str, nn.Module] = {}
     for i, (after, kernel, stride, padding, pooling, groups) in enumerate(layers, start=1):
         made[f"conv{i}"] = nn.Conv2d(channels, after, kernel, stride, padding)
-        made[f"bn{i}"] = norm = nn.BatchNorm2d(after)
+        if norm:
+            made[f"bn{i}"] = nn.BatchNorm2d(after)
         if groups:
-            norm.groups = groups  # type: ignore[assignment]
+            made[f"bn{i}"].groups = groups  # type: ignore[assignment]
         made[f"relu{i}"] = nn.ReLU()
         if pooling:
             made[f"pool{i}"] = nn.MaxPool2d(*pooling)
         channels = after
     return made
+
+
+def _pooled_cnn(
+    model: str, shape: Shape, blocks: tuple[_Convolution, ...], widths: tuple[int, ...],
+    *, norm: bool, dropout: bool = False, conv_norm: bool = True,
+) -> nn.Module:  # fmt: skip
+    """Return convolutions, some pooled by 2, and FC layers of ``widths``; refuse samples that are not images."""
+    size = 2 ** sum(block[4] is not None for block in blocks)
+    features = _conv_blocks(_image_channels(model, shape, size), blocks, norm=conv_norm) | {"flatten": nn.Flatten()}
+    entering = blocks[-1][0] * (shape[1] // size) * (shape[2] // size)
+    dense = _dense_layers((entering, *widths), len(blocks) + 1, norm=norm, dropout=dropout)
+    return nn.Sequential(OrderedDict(features | dense))
 
 
 def _kaiming(network: nn.Module, dense_std: float | None = None) -> nn.Module:

@@ -95,14 +95,10 @@ class LibraryModel:
         except ModuleNotFoundError as error:
             lacking = error.name or library.name
             raise UsageError(f"model {self} needs the package {lacking}: pip install {lacking}") from error
-        wrong = self.pretrained is not False and not isinstance(self.pretrained, library.kind)
-        for name, refused in (("weights", "weights" in dict(self.options)), ("pretrained", wrong)):
-            if refused:
-                raise UsageError(
-                    f"model {self}: {name}={dict(self.options)[name]!r}: write pretrained={library.pretrained}, or "
-                    "give a file of weights ({})",
-                    Ref("weights"),
-                )
+        if self.pretrained is not False and not isinstance(self.pretrained, library.kind):
+            raise UsageError(
+                f"model {self}: write pretrained={library.pretrained}, or give a file of weights ({{}})", Ref("weights")
+            )
 
     @property
     def pretrained(self) -> Any:

@@ -1,5 +1,7 @@
 """Fully connected networks of FedBN (Li et al. 2021, arXiv:2102.07623): ABIDE I, its synthetic experiment, its theory.
 
+FedMMB's 2FNN comes from FedAvg (McMahan et al. 2017, arXiv:1602.05629, section 3), with PyTorch's initialization.
+
 Samples of any shape are taken as vectors. The theory's networks are equation 1 and the toy example. With S the client's
 second moments of inputs, v' S v is the mean square of v.x over the client's samples. So the norm of v in the theory is
 the statistic of a BatchNorm that only scales, on a full batch: ``ScaleNorm``, which FedBN keeps local.
@@ -41,6 +43,12 @@ def synthetic_mlp(shape: Shape = (10,), classes: int = 2) -> nn.Module:
             nn.init.normal_(layer.weight, std=10.0)
             nn.init.normal_(layer.bias, std=10.0)
     return network
+
+
+def fnn2(shape: Shape = (1, 28, 28), classes: int = 10) -> nn.Module:
+    """2FNN of FedSMB and FedMMB (arXiv:2011.07006): two hidden FC layers (200, 200); 199,210 parameters."""
+    first = nn.Linear(_vector_length("fnn2", shape), 200)
+    return nn.Sequential(nn.Flatten(), first, nn.ReLU(), nn.Linear(200, 200), nn.ReLU(), nn.Linear(200, classes))
 
 
 class ScaleNorm(_BatchNorm):

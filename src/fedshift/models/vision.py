@@ -20,7 +20,7 @@ from itertools import pairwise
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from ._common import Shape, _conv_blocks, _Convolution, _dense_layers, _image_channels, _kaiming
+from ._common import Shape, _conv_blocks, _Convolution, _dense_layers, _image_channels, _kaiming, _pooled_cnn
 
 _SMALLEST = 63
 """Below this size nothing is left for the last pooling."""
@@ -52,25 +52,17 @@ def alexnet_dropout(shape: Shape = (3, 256, 256), classes: int = 10) -> nn.Modul
     return _alexnet("alexnet-dropout", shape, (4096, 4096, classes), norm=False)
 
 
-_VGG_STAGES = ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
-"""Channels and number of the 3 x 3 convolutions before each of the five poolings."""
+_VGG: tuple[_Convolution, ...] = tuple(
+    (channels, 3, 1, 1, (2, 2) if number == convolutions else None, None)
+    for channels, convolutions in ((64, 2), (128, 2), (256, 3), (512, 3), (512, 3))
+    for number in range(1, convolutions + 1)
+)
 
 
 def vgg16_fedmmb(shape: Shape = (3, 150, 200), classes: int = 7) -> nn.Module:
     """VGG16 of FedSMB and FedMMB (arXiv:2011.07006, section 4): no average pool, no dropout; 81,860,423 parameters."""
-    channels, pixels = _image_channels("vgg16-fedmmb", shape, 32), (shape[1] // 32) * (shape[2] // 32)
-    features: list[nn.Module] = []
-    for after, convolutions in _VGG_STAGES:
-        for _ in range(convolutions):
-            features += [nn.Conv2d(channels, after, 3, padding=1), nn.ReLU()]
-            channels = after
-        features.append(nn.MaxPool2d(2))
-    layers: list[nn.Module] = []
-    for before in (512 * pixels, 4096):
-        layers += [nn.Linear(before, 4096), nn.ReLU()]
-    classifier = nn.Sequential(*layers, nn.Linear(4096, classes))
-    parts = {"features": nn.Sequential(*features), "flatten": nn.Flatten(), "classifier": classifier}
-    return _kaiming(nn.Sequential(OrderedDict(parts)), dense_std=0.01)
+    network = _pooled_cnn("vgg16-fedmmb", shape, _VGG, (4096, 4096, classes), norm=False, conv_norm=False)
+    return _kaiming(network, dense_std=0.01)
 
 
 class _Block(nn.Module):

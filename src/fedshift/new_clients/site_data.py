@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
-from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +19,13 @@ from ..data.decoding.images import SUFFIXES
 from ..data.decoding.volumes import is_volume
 from ..data.far_values import judge_newcomers
 from ..data.federation import ClientData, Federation
-from ..data.files.listing import describe_broken, describe_lost, refuse_broken
-from ..data.formats import open_arrays
+from ..data.files.listing import describe_broken, describe_lost
+from ..data.formats import explain_errors, open_arrays
 from ..data.joining import join_schema
 from ..data.patches import Patches
 from ..data.readers.arrays import holds_hub_datasets, holds_tables
 from ..data.readers.folders import read_unlabeled
-from ..data.samples import Samples, join_several, to_samples
+from ..data.samples import Samples, digest_each, join_several, to_samples
 from ..data.schema import Schema
 from ..data.source import Progress, ReadOptions
 from ..data.sources import READ, load_source
@@ -85,22 +82,14 @@ def client_name(path: Path) -> str:
 def _read_array(path: Path, names: Sequence[str]) -> tuple[Samples, Inputs]:
     """Return the samples of array ``x`` or, of several inputs in the order of ``names``, of arrays ``x.NAME``."""
     wanted = [f"x.{name}" for name in names] or ["x"]
-    try:
-        with open_arrays(path) as packed:
-            for key in wanted:
-                if key not in packed:
-                    has = ", ".join(packed) or "none"
-                    raise UsageError(
-                        f"{path} has no array {key!r} (it has {has}): name the samples {', '.join(wanted)}"
-                    )
-            given = {name: packed[f"x.{name}"] for name in names} or packed["x"]
-            x, inputs = join_several(given, str(path), names)
-            return to_samples(x, np.zeros(len(x), np.int64), str(path)), inputs
-    except UsageError:
-        raise
-    except (OSError, ValueError, EOFError, TypeError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
-        said = f"{path} cannot be read as arrays ({error}): write it with numpy.savez(file, x=samples)"
-        raise UsageError(said) from error
+    with explain_errors(path, "arrays"), open_arrays(path) as packed:
+        for key in wanted:
+            if key not in packed:
+                has = ", ".join(packed) or "none"
+                raise UsageError(f"{path} has no array {key!r} (it has {has}): name the samples {', '.join(wanted)}")
+        given = {name: packed[f"x.{name}"] for name in names} or packed["x"]
+        x, inputs = join_several(given, str(path), names)
+        return to_samples(x, np.zeros(len(x), np.int64), str(path)), inputs
 
 
 def _read_images(
@@ -136,18 +125,11 @@ def _read_images(
     )  # fmt: skip
     size = (prepared.resized if prepared.patched else tuple(places)) if volumes else ()
     store, sizes, broken = read_unlabeled(path, files, reading, volumes=volumes, size=size)
-    _leave_out(path, broken, len(files), spec, notices)
+    if broken and notices is not None:
+        notices.append(describe_broken(client_name(path), broken, len(files)))
     usable = torch.tensor([row for row, name in enumerate(files) if name not in broken], dtype=torch.int64)
     patches = Patches(tuple(places), sizes, prepared.resized) if prepared.patched else None
     return Samples(x=store, y=torch.zeros(len(usable), dtype=torch.int64), rows=usable, patches=patches)
-
-
-def _leave_out(path: Path, broken: Mapping[str, str], count: int, spec: DataSpec, notices: list[str] | None) -> None:
-    """Add a notice about the ``broken`` ones of ``count`` files, or refuse them, as all files always are."""
-    choice = spec.on_data_error if len(broken) < count else "refuse"
-    refuse_broken(path, broken, count, ReadOptions(on_data_error=choice))
-    if broken and notices is not None:
-        notices.append(describe_broken(client_name(path), broken, count))
 
 
 def describe_newcomers(data: Federation, experiment: Experiment) -> list[str]:
@@ -162,10 +144,10 @@ def find_overlap(data: Federation, experiment: Experiment) -> list[str]:
     Stored samples are compared value by value, training, validation and test data alike.
     """
     trained = [client for client in experiment.data.clients if client.name not in experiment.settings.newcomers]
-    owner = {key: client.name for client in trained for key in _sample_keys(client)}
+    owner = {key: client.name for client in trained for key in _list_digests(client)}
     said = []
     for client in data.clients:
-        keys = set(_sample_keys(client))
+        keys = _list_digests(client)
         if found := Counter(owner[key] for key in keys if key in owner):
             whose, count = found.most_common(1)[0][0], found.total()
             share = "its samples" if count == len(keys) else f"{count:,} of its {len(keys):,} samples"
@@ -173,12 +155,11 @@ def find_overlap(data: Federation, experiment: Experiment) -> list[str]:
     return said
 
 
-def _sample_keys(client: ClientData) -> Iterator[bytes]:
-    """Yield a 128-bit digest of each sample."""
-    for split in client.splits.values():
-        for piece in split.pieces():
-            for sample in split.copy_rows(piece).cpu().contiguous().numpy():
-                yield blake2b(sample, digest_size=16).digest()
+def _list_digests(client: ClientData) -> set[tuple[int, int]]:
+    """Return the digest of each sample."""
+    pieces = (split.copy_rows(piece) for split in client.splits.values() for piece in split.pieces())
+    arrays = (np.ascontiguousarray(x.cpu().numpy()) for x in pieces)
+    return {(high, low) for array in arrays for high, low in digest_each(array).tolist()}
 
 
 def describe_splits(data: Federation) -> Iterator[str]:
@@ -187,11 +168,13 @@ def describe_splits(data: Federation) -> Iterator[str]:
         counts = [
             count_samples(split, "training" if name == "train" else name) for name, split in client.splits.items()
         ]
-        few = f": no policy can be recommended below {FEWEST_UNITS}" if client.test.count_units() < FEWEST_UNITS else ""
-        yield f"{client.name}: {', '.join(counts)}{few}"
+        few = client.test.count_units() < FEWEST_UNITS
+        end = f": no policy can be recommended below {FEWEST_UNITS}" if few else ""
+        yield f"{client.name}: {', '.join(counts)}{end}"
 
 
 def count_samples(split: Samples, name: str) -> str:
     """Return the number of samples of the split ``name``, and of patients where they are known, in words."""
-    units = "" if split.group is None else f" of {split.count_units():,} patient{'s' * (split.count_units() != 1)}"
-    return f"{len(split):,} {name} sample{'s' * (len(split) != 1)}{units}"
+    units = split.count_units()
+    told = "" if split.group is None else f" of {units:,} patient{'s' * (units != 1)}"
+    return f"{len(split):,} {name} sample{'s' * (len(split) != 1)}{told}"

@@ -16,7 +16,7 @@ from matplotlib.colors import BoundaryNorm
 from matplotlib.lines import Line2D
 from numpy.typing import NDArray
 
-from ..data.datasets.cosines import CLIENTS, cosines
+from ..data.datasets.synthetic import CLIENTS, cosines
 from ..report.figures import FigurePanel
 from ..report.style import INK, PAPER, add_legend, make_panel
 

@@ -42,6 +42,8 @@ def save(path, pixels, *, photometric="MONOCHROME2", color=False, syntax=None, *
     made.HighBit, made.PixelRepresentation = 8 * pixels.itemsize - 1, int(pixels.dtype.kind == "i")
     for name, value in facts.items():
         setattr(made, name, value)
+        if value is None:
+            delattr(made, name)
     if pixels.dtype.kind == "f":
         made.FloatPixelData = pixels.tobytes()
     elif "PixelData" not in made:
@@ -54,12 +56,12 @@ def save(path, pixels, *, photometric="MONOCHROME2", color=False, syntax=None, *
 
 def groups(*frames, **shared):
     """Return functional groups: a dictionary from macro to item for each frame, and shared ones."""
-    facts = {"PerFrameFunctionalGroupsSequence": [{k: sequence(v) for k, v in frame.items()} for frame in frames]}
-    facts["PerFrameFunctionalGroupsSequence"] = sequence(
-        *(item(**f) for f in facts["PerFrameFunctionalGroupsSequence"])
+    own, all_of_them = (
+        sequence(*(item(**{k: sequence(v) for k, v in macros.items()}) for macros in each if macros or own))
+        for own, each in ((True, frames), (False, [shared]))
     )
-    facts["SharedFunctionalGroupsSequence"] = sequence(item(**{k: sequence(v) for k, v in shared.items()}))
-    return {name: value for name, value in facts.items() if len(value) and len(value[0])}
+    facts = {"PerFrameFunctionalGroupsSequence": own, "SharedFunctionalGroupsSequence": all_of_them}
+    return {name: value for name, value in facts.items() if value}
 
 
 def rescale(slope, intercept=0.0):

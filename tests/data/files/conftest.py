@@ -38,6 +38,12 @@ def refused(read, *arguments, **choices) -> str:
     return str(error.value)
 
 
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch) -> None:
+    """Decode into a cache of the test's own, which is as small as the test."""
+    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
+
+
 @pytest.fixture
 def root(tmp_path: Path) -> Path:
     """Two clients of two classes, 5 + 5 gray and 6 + 6 color images of 6 x 4 pixels, each with pixels of its own."""
@@ -51,11 +57,11 @@ def root(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def read(tmp_path: Path, root: Path):
-    """Read the directory, with a cache of this test's own."""
+def read(root: Path):
+    """Read the directory."""
 
     def through(path: Path = root, **choices) -> Federation:
-        reading = ReadOptions(**({"cache": tmp_path / "cache"} | choices))
+        reading = ReadOptions(**choices)
         return assemble(reader.read(path, reading), reading)
 
     return through

@@ -72,6 +72,7 @@ def test_a_pickle_inside_is_never_run(tiny_folder, rewrite, tmp_path):
     ("files", "said"),
     [
         ([], r"holds no data: give a directory with client/class/\*.png"),
+        (["0.png", "a/cat/.0.png", ".a/cat/0.png", "a/cat/0.txt"], "holds no data"),
         (["a.npz", "a.csv"], "holds arrays and tables: put each kind into its own directory"),
         (["north/cat/1.png", "a.npz"], "holds arrays and images or recordings in folders: put each kind"),
         (["north/cat/1.png", "a.csv"], "holds images or recordings in folders and tables: put each kind"),

@@ -74,17 +74,6 @@ def test_a_file_that_cannot_be_read_is_refused_by_name_or_left_out(read, root, s
         assert data.client("color").test.y.tolist() == [0, 1]
 
 
-def test_of_many_broken_files_five_are_named_and_all_are_counted(read, root):
-    for file in (root / "gray" / "cat").iterdir():
-        text(file)
-    cut_short(root / "color" / "cat" / "0.png")
-    cut_short(root / "color" / "cat" / "4.PNG")
-    said = refused(read, image_size=4)
-    assert said.startswith("7 of 22 files cannot be read: ")
-    assert " and 2 more; repair" in said
-    assert said.count(str(root)) == 5
-
-
 def test_a_client_of_broken_files_alone_is_refused(read, root):
     for file in (root / "gray").rglob("*.*"):
         text(file)

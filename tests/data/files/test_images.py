@@ -9,7 +9,6 @@ import pytest
 import torch
 from PIL import Image
 
-from fedshift.data.files.listing import holds_images
 from tests.data.files.conftest import noise, refused, samples, write
 
 # Which file lands where
@@ -247,6 +246,7 @@ def tree(tmp_path: Path, read):
         (["a/train/0.png", "a/train/cat/0.png"], "tree/a/train/0.png is an image outside of any class folder"),
         (["a/cat/0.png", "a/cat/more/1.png"], "tree/a/cat/more is a folder inside of a class folder"),
         (["a/train/cat/0.png", "a/train/cat/more/1.png"], "tree/a/train/cat/more is a folder inside of a class folder"),
+        (["a/b/c/d/0.png"], "tree/a/b/c is a folder inside of a class folder"),
         (["a/train/cat/0.png", "a/dog/1.png"], "tree/a holds both train and dog, parts and classes"),
         (["a/test/cat/0.png", "a/val/cat/0.png"], "tree/a holds test, val but no train"),
         (["a/train/x/0.png", "a/val/x/0.png", "a/valid/x/0.png"], "holds train, val, valid, two of them for the same"),
@@ -268,16 +268,3 @@ def tree(tmp_path: Path, read):
 )
 def test_another_arrangement_is_refused_with_the_folder_and_the_way_out(tree, files, said):
     assert said in tree(*files)
-
-
-@pytest.mark.parametrize(
-    ("file", "holds"),
-    [
-        ("a/cat/0.png", True), ("a/train/cat/0.JPEG", True), ("a/0.png", True), ("a/b/c/d/0.png", True),
-        ("0.png", False), ("a/cat/0.npz", False), (".a/cat/0.png", False), ("a/cat/.0.png", False),
-    ],
-)  # fmt: skip
-def test_a_directory_that_holds_images_is_told_from_others(tmp_path, file, holds):
-    write(tmp_path / "tree" / file, Image.new("L", (2, 2)), format="PNG")
-    assert holds_images(tmp_path / "tree") is holds
-    assert not holds_images(tmp_path / "nowhere")

@@ -2,6 +2,7 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
@@ -22,11 +23,6 @@ from tests.data.files.test_dicom import write_series
 
 nibabel = pytest.importorskip("nibabel")
 SIZE = 10
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))
 
 
 def draw(key, top=4096, shape=(16, 12)):
@@ -165,10 +161,8 @@ def test_ct_has_one_range_of_all_clients_that_an_empty_volume_does_not_change(tm
         for number in range(3):
             values = draw([offset, number], 2000, (6, 5, 4)) + np.uint16(offset)
             values = np.zeros_like(values) if empty and number == 2 else values
-            for split in ("train", "test"):
-                case = tmp_path / "run" / client / split
-                write_series(case / "images" / f"{number}", values, RescaleSlope=1, RescaleIntercept=-1000)
-                write_series(case / "masks" / f"{number}", values % 2)
+            for split in ("train", "test")[: 1 + (number == 0)]:
+                save_pair(tmp_path / "run" / client / split, number, values, ct=True)
             if values.any():
                 ends.append(np.percentile(values - 1000.0, (0.5, 99.5)))
     data = load_federation(str(tmp_path / "run"), DataSpec())
@@ -182,28 +176,31 @@ def test_ct_beside_files_that_name_no_unit_is_said(tmp_path):
     make_mr(make_ct(tmp_path / "run", names="a"), names="b")
     data = load_federation(str(tmp_path / "run"), DataSpec())
     assert {client.decoding.window for client in data.clients} == {None}
-    assert any(said.startswith("5 of 10 medical images say that they are CT") for said in data.notices)
+    assert any(said.startswith("3 of 6 medical images say that they are CT") for said in data.notices)
 
 
 # Doors
 
 
-def make_ct(root, names="ab", brighter=0):
+def save_pair(folder, number, values, *, ct):
+    """Write a series of CT, or NIfTI files, which name no unit, with masks."""
+    if ct:
+        write_series(folder / "images" / f"{number}", values, RescaleSlope=1, RescaleIntercept=-1000)
+        write_series(folder / "masks" / f"{number}", values % 2)
+    else:
+        save_nifti(folder / "images" / f"{number}.nii.gz", values)
+        save_nifti(folder / "masks" / f"{number}.nii.gz", (values % 2).astype(np.uint8))
+
+
+def make_volumes(root, names="ab", brighter=0, *, ct):
     for client in names:
-        for number in range(5):
+        for number in range(3):
             values = draw([ord(client), number], 2000, (6, 5, 4)) + np.uint16(brighter * (number > 0))
-            write_series(root / client / "images" / f"{number}", values, RescaleSlope=1, RescaleIntercept=-1000)
-            write_series(root / client / "masks" / f"{number}", values % 2)
+            save_pair(root / client, number, values, ct=ct)
     return root
 
 
-def make_mr(root, names="ab", brighter=0):
-    for client in names:
-        for number in range(5):
-            values = draw([ord(client), number], 2000, (6, 5, 4)) + np.uint16(brighter * (number > 0))
-            save_nifti(root / client / "images" / f"{number}.nii.gz", values)
-            save_nifti(root / client / "masks" / f"{number}.nii.gz", (values % 2).astype(np.uint8))
-    return root
+make_ct, make_mr = partial(make_volumes, ct=True), partial(make_volumes, ct=False)
 
 
 def make_pictures(root, names="ab", brighter=0):

@@ -71,7 +71,7 @@ def test_leads_are_matched_by_name_and_voltages_in_one_unit(root):
     again = read_folder(root / "north", schema=data.schema)
     assert [client.name for client in again.clients] == ["north"]
     kpa = replace(kept, decoding=replace(kept.decoding, units=("mv", "kpa")))
-    with pytest.raises(UsageError, match="has the lead 'v1' in mv, and ecg in kpa: convert it to the same unit"):
+    with pytest.raises(UsageError, match="has the lead 'v1' in mv, and ecg in kpa: convert both to one unit"):
         read_folder(root / "north", schema=replace(data.schema, preparation=kpa))
     with pytest.raises(UsageError, match="has the lead 'v1' in mv, not kpa: give a file that the model takes"):
         kpa.store(str(file))
@@ -123,17 +123,17 @@ def lose_gain(place):
 
 
 REFUSED = {
-    "another rate": (spoil(write_wfdb, rate=40), r"has 40 Hz and .* 50: resample all to one rate"),
-    "another length": (spoil(write_wfdb, values=draw(0)[:60]), "has 60 samples and .* 100: cut all to one length"),
-    "another lead": (spoil(write_wfdb, names=("II", "V2")), r"has the lead 'v[12]', and .* does not \(it has ii, v"),
-    "another unit": (spoil(write_wfdb, units=("mmHg", "mV")), r"the lead 'ii' is in mmhg in .* and in mv in"),
+    "another rate": (spoil(write_wfdb, rate=40), "at 50 Hz, and .* at 40 Hz: give the same leads"),
+    "another length": (spoil(write_wfdb, values=draw(0)[:60]), r"has 60 samples, .* has 100: cut all to one length"),
+    "another lead": (spoil(write_wfdb, names=("II", "V2")), r"has the leads .* ii, v2 at .* \(only one has v1, v2\)"),
+    "another unit": (spoil(write_wfdb, units=("mmHg", "mV")), "has the lead 'ii' in mv, and .* in mmhg: convert both"),
     "two of a name": (spoil(write_wfdb, names=("II", "ii")), "has two leads called 'ii'"),
     "values elsewhere": (move_values, r"has its values in sub-0_0\.dat, which is not a file in its folder"),
     "two rates": (two_rates, r"has leads of several rates \(50, 100 Hz\)"),
     "cut short": (edit_edf(lambda content: content[:-10]), "has 1158 bytes, and 1168 by its header"),
     "cut in its header": (edit_edf(lambda content: content[:300]), "is cut short"),
     "a range of one number": (edit_edf(narrow), "gives lead 'v1' the digital range 32767 to 32767 and the physical"),
-    "no gain": (lose_gain, "the lead 'ii' is in uncalibrated in .* and in mv in"),
+    "no gain": (lose_gain, "has the lead 'ii' in mv, and .* in uncalibrated: convert both"),
     "no recording": (lambda place: (place / "sub-0_0.hea").write_text("hello"), "is not a WFDB record that can be"),
 }  # fmt: skip
 

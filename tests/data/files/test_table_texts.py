@@ -91,7 +91,7 @@ def test_codes_are_categories_and_what_may_be_measured_is_said(tmp_path):
     data = read(write(tmp_path, {str(texts): texts for texts in CATEGORIES + MEASURES}))
     assert [column.categories for column in data.columns[1:]] == [tuple(sorted(t)) for t in CATEGORIES + MEASURES]
     told = [notice for notice in data.notices if " holds text such as " in notice]
-    assert [notice.startswith(f"column {str(texts)!r}") for notice, texts in zip(told, MEASURES, strict=True)]
+    assert [notice.partition(" holds ")[0] for notice in told] == [f"column {str(texts)!r}" for texts in MEASURES]
     assert len(data.notices) == len(MEASURES)
 
 
@@ -216,12 +216,9 @@ def test_numbers_keep_their_digits_until_they_are_standardized(tmp_path, suffix)
         moved = np.array(own, np.float64) - own[0]
         np.testing.assert_allclose(read_as, (moved - moved[train].mean()) / moved[train].std(), rtol=1e-4, atol=1e-4)
     assert data.schema.preparation.dtype == "float64"
-
-
-def test_differences_that_the_networks_numbers_cannot_hold_are_said(tmp_path):
-    write(tmp_path, {"v": 1_700_000_000 + np.arange(24)})
-    assert any("most differences are lost" in notice and "'v'" in notice for notice in read(tmp_path).notices)
-    assert not read(tmp_path, scaling="client").notices
+    assert not any("differences are lost" in notice for notice in data.notices)
+    (told,) = [notice for notice in read(tmp_path).notices if "differences are lost" in notice]
+    assert told.endswith("in 'v0', 'v4', 'v5'")
 
 
 # Roles
@@ -264,21 +261,17 @@ def test_files_beside_tables_that_may_hold_rows_are_named(tmp_path):
 # Frames
 
 
-@pytest.mark.parametrize(
-    ("make", "width"),
-    [
-        (lambda n: pd.arrays.SparseArray((n % 3 == 0).astype(float)), 1),
-        (lambda n: pd.cut(n % 9, [0, 3, 6, 9], include_lowest=True), 3),
-        (lambda n: pd.arrays.IntervalArray.from_breaks([0, 1, 2, 3]).take(n % 3), 3),
-        (lambda n: pd.Categorical(n % 2 / 2), 2),
-        (lambda n: pd.array(n, dtype="Int64"), 1),
-        (lambda n: [f"{k % 4},5" for k in n], 1),
-    ],
-)
-@pytest.mark.parametrize("arrow", [False, True])
-def test_frames_of_all_types_are_read(make, width, arrow):
-    frame = make_frame({}).assign(v=make(np.arange(24)))
-    if arrow and not isinstance(frame["v"].dtype, pd.SparseDtype | pd.IntervalDtype | pd.CategoricalDtype):
-        frame = pa.Table.from_pandas(frame)
+def test_frames_of_all_types_are_read():
+    n = np.arange(24)
+    frame = make_frame({}).assign(
+        sparse=pd.arrays.SparseArray((n % 3 == 0).astype(float)),
+        binned=pd.cut(n % 9, [0, 3, 6, 9], include_lowest=True),
+        interval=pd.arrays.IntervalArray.from_breaks([0, 1, 2, 3]).take(n % 3),
+        typed=pd.Categorical(n % 2 / 2),
+        whole=pd.array(n, dtype="Int64"),
+        comma=[f"{k % 4},5" for k in n],
+    )
     data = read_source({"a": frame, "b": frame}, ReadOptions(target="ill"))
-    assert data.sample_shape == (1 + width,)
+    assert [column.width for column in data.columns] == [1, 1, 3, 3, 2, 1, 1]
+    arrow = pa.Table.from_pandas(frame[["age", "whole", "comma", "ill"]])
+    assert read_source({"a": arrow, "b": arrow}, ReadOptions(target="ill")).sample_shape == (3,)

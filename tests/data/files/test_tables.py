@@ -7,8 +7,6 @@ import numpy as np
 import pandas as pd
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from sklearn.preprocessing import StandardScaler
 
 from fedshift.data.assembly import read_source
@@ -69,9 +67,6 @@ def test_numbers_are_features_and_text_is_one_hot_as_in_pandas(read):
     assert data.note == "90 rows of 3 clients, 4 columns"
     assert data.notices == ()
     features = pd.get_dummies(frame.drop(columns=["site", "ill", "part"]), columns=["pain"])
-    assert list(features.columns) == [
-        "age", "chol", "smokes", "pain_atypical", "pain_none at all", "pain_typical",
-    ]  # fmt: skip
     for client in data.clients:
         assert list(client.splits) == ["train", "validation", "test"]
         for name, split in client.splits.items():
@@ -187,28 +182,18 @@ def test_all_formats_and_layouts_give_bitwise_the_same_federation(tmp_path):
 
 
 def test_a_byte_order_mark_quotes_and_line_breaks_inside_them_are_read(tmp_path):
-    lines = [
-        'site,"a, b",mood,y',
-        *(f'x,{n},"so\nso",{n % 2}' for n in range(8)),
-        *(f'x,{n},"well",1' for n in range(4)),
-    ]
-    (tmp_path / "t.csv").write_text("\n".join(lines), encoding="utf-8-sig")
+    rows = [*(f'x,{n},"so\nso",{n % 2}' for n in range(8)), *(f'x,{n},"well",1' for n in range(4))]
+    (tmp_path / "t.csv").write_text("\n".join(['site,"a, b",mood,y', *rows]), encoding="utf-8-sig")
     data = read_source(tmp_path / "t.csv", ReadOptions(client_column="site", target="y", scaling="none"))
-    assert data.sample_shape == (3,)
-    pooled = torch.cat([split.x for split in data.clients[0].splits.values()])
-    assert pooled.sum(0).tolist() == [28 + 6, 8, 4]
+    assert torch.cat([split.x for split in data.clients[0].splits.values()]).sum(0).tolist() == [28 + 6, 8, 4]
 
 
 def test_numbers_with_some_text_among_them_are_categories_and_said(read, tmp_path):
     frame = patients().assign(grade=lambda f: (f.index % 3).astype(str))
     frame.loc[4, "grade"] = "3b"
-    data = read(frame)
-    assert data.sample_shape == (10,)
+    (notice,) = read(frame).notices
     place = f"{tmp_path / 'table.csv'}, data row 5"
-    (notice,) = data.notices
-    assert notice.startswith(
-        f"column 'grade' has numbers and text such as '3b' ({place}): it is read as 4 categories; "
-    )
+    assert notice.startswith(f"column 'grade' has numbers and text such as '3b' ({place}): it is read as 4 categories")
 
 
 @pytest.mark.parametrize("code", ["-", "#DIV/0!", " none "])
@@ -236,26 +221,14 @@ def test_codes_among_words_are_categories_and_among_labels_are_refused(read):
         read(frame)
 
 
-def test_text_typed_as_categories_stays_text_even_if_it_looks_like_numbers(read):
-    frame = patients()
-    digits = (frame["age"] % 3).astype(str)
-    data = read(frame.assign(age=digits.astype("category")), "table.parquet")
-    for name, split in data.client("bonn").splits.items():
-        rows = part_of(frame, "bonn", name).index
-        np.testing.assert_array_equal(split.x[:, :3], pd.get_dummies(digits).loc[rows])
-
-
 def test_whether_a_path_holds_tables_is_seen_from_names(tmp_path):
-    assert not can_read(tmp_path)
-    assert not can_read(tmp_path / "absent.csv")
     (tmp_path / "images.csv").mkdir()
-    (tmp_path / "notes.txt").touch()
-    (tmp_path / ".a.csv").touch()
-    assert not can_read(tmp_path)
+    for name in ("notes.txt", ".a.csv", "_b.csv"):
+        (tmp_path / name).touch()
+    assert not any(map(can_read, (tmp_path, tmp_path / "absent.csv", tmp_path / "notes.txt", tmp_path / ".a.csv")))
     (tmp_path / "A.CSV").touch()
     assert can_read(tmp_path)
     assert can_read(tmp_path / "A.CSV")
-    assert not can_read(tmp_path / "notes.txt")
 
 
 # Clients and labels
@@ -273,21 +246,14 @@ def test_only_rows_of_chosen_clients_count_but_labels_of_all(read):
     assert read(frame, domains=("oslo", "kyiv")).fingerprint == data.fingerprint
 
 
-def test_columns_come_in_the_order_of_the_first_client_that_is_chosen(tmp_path):
+def test_columns_come_in_the_order_of_the_first_client_that_is_chosen_and_others_need_not_be_readable(tmp_path):
     frame = patients().drop(columns="site")
     write(frame, tmp_path / "bonn.csv")
-    write(frame[["ill", "pain", "part", "chol", "smokes", "age"]], tmp_path / "oslo.csv")
+    write(frame[frame.columns[::-1]], tmp_path / "oslo.csv")
+    (tmp_path / "kyiv.csv").write_text("")
     for domains, first in ((("bonn", "oslo"), "age"), (("oslo", "bonn"), "pain")):
         data = read_source(tmp_path, replace(RAW, client_column=None, domains=domains))
-        assert data.columns[0].name == first  # as across machines
-
-
-def test_files_that_are_not_chosen_need_not_be_readable(tmp_path):
-    for site, rows in patients().groupby("site"):
-        write(rows.drop(columns="site"), tmp_path / f"{site}.csv")
-    (tmp_path / "bonn.csv").write_text("")
-    reading = replace(RAW, client_column=None, domains=("oslo", "kyiv"))
-    assert read_source(tmp_path, reading).names == ("oslo", "kyiv")
+        assert (data.names, data.columns[0].name) == (domains, first)  # as across machines
 
 
 @pytest.mark.parametrize(
@@ -319,43 +285,32 @@ def test_labels_are_those_of_their_rows(read, name, values):
 
 def test_ignored_columns_are_no_features_and_need_not_be_in_every_file(read, tmp_path):
     frame = patients()
-    without = read(frame)
-    frame["visit"] = "2020-01-01"
-    assert read(frame, "visits.csv", ignore_columns="visit").fingerprint == without.fingerprint
-    for place, (site, rows) in enumerate(frame.groupby("site")):
-        (tmp_path / "sites").mkdir(exist_ok=True)
-        write(rows.drop(columns=["site", *["visit"] * (place == 1)]), tmp_path / "sites" / f"{site}.csv")
+    (tmp_path / "sites").mkdir()
+    for site, rows in frame.assign(visit="2020-01-01").groupby("site"):
+        write(rows.drop(columns=["site", *["visit"] * (site == "oslo")]), tmp_path / "sites" / f"{site}.csv")
     told = replace(RAW, client_column=None, ignore_columns=" visit ")
-    assert read_source(tmp_path / "sites", told).fingerprint == without.fingerprint
+    assert read_source(tmp_path / "sites", told).fingerprint == read(frame).fingerprint
 
 
 # Splits
 
 
-@given(
-    group=st.lists(st.integers(0, 8), min_size=2, max_size=60),
-    fraction=st.floats(0.05, 0.95),
-    seed=st.integers(0, 2**32),
-)
-def test_whole_groups_leave_some_on_both_sides(group, fraction, seed):
-    array = np.array(group, dtype=np.int32)
-    drawn = draw_groups(array, fraction, np.random.default_rng(seed))
-    assert not set(array[drawn].tolist()) & set(array[~drawn].tolist())
-    if len(set(group)) == 1:
-        assert not drawn.any()
-        return
-    assert drawn.any()
-    assert not drawn.all()
-    assert abs(drawn.sum() - fraction * len(group)) <= np.bincount(array).max()
+@pytest.mark.parametrize("fraction", [0.05, 0.3, 0.95])
+@pytest.mark.parametrize("groups", [2, 3, 9])
+def test_whole_groups_leave_some_on_both_sides(groups, fraction):
+    rng = np.random.default_rng(groups)
+    group = np.concatenate([np.arange(groups), rng.integers(0, groups, 40)])
+    drawn = draw_groups(group, fraction, rng)
+    assert not set(group[drawn].tolist()) & set(group[~drawn].tolist())
+    assert 0 < drawn.sum() < len(drawn)
+    assert abs(drawn.sum() - fraction * len(group)) <= np.bincount(group).max()
 
 
-def test_a_group_may_be_of_any_type_and_is_refused_on_two_sides(read):
+def test_a_group_may_be_of_any_type_and_is_refused_on_two_sides_of_a_client(read):
     frame = patients().assign(patient=lambda f: f.index + 1000.5)
+    bonn, oslo = (frame.index[frame["site"] == site] for site in ("bonn", "oslo"))
+    frame.loc[[bonn[0], oslo[-1]], "patient"] = 7  # clients name their groups independently
     assert read(frame, groups="patient").fingerprint == read(frame.drop(columns="patient"), "b.csv").fingerprint
-    bonn = frame.index[frame["site"] == "bonn"]
     frame.loc[[bonn[0], bonn[-1]], "patient"] = 7
     with pytest.raises(UsageError, match=r"group '7.0' of client 'bonn' is on two sides, train and test: a group must"):
         read(frame, groups="patient")
-    oslo = frame.index[frame["site"] == "oslo"]
-    frame.loc[[bonn[-1], oslo[0]], "patient"] = 5, 7
-    read(frame, groups="patient")  # clients name their groups independently

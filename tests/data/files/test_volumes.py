@@ -21,7 +21,6 @@ from fedshift.data.checks.quality import examine
 from fedshift.data.decoding.images import Unreadable
 from fedshift.data.decoding.resizing import resample_image, resample_mask
 from fedshift.data.decoding.volumes import decode_mask, decode_volume, digest_voxels, read_volume_header
-from fedshift.data.pictures import to_pictures
 from fedshift.data.readers import folders
 from fedshift.data.sources import load_federation
 from fedshift.diagnosis.overview import describe_grids
@@ -142,17 +141,6 @@ def test_a_comparison_trains_a_network_of_volumes_and_measures_surfaces_in_milli
     )  # fmt: skip
     assert run.experiment.data.task.spacing == SPACING[::-1]
     assert (run.table("surface_distance").loc[["a", "b"], ("fedavg", "mean")] > 0).all()
-
-
-@pytest.mark.slow
-def test_pictures_show_the_slice_with_most_of_the_mask_and_its_outline(root):
-    mask = np.zeros(SHAPE, np.uint8)
-    mask[1:4, 1:4, 2] = 1
-    save(root / "a" / "train" / "masks" / "p.nii", mask)
-    train = read_folder(root).client("a").train
-    (picture,) = to_pictures(train, torch.tensor([0]), 2)
-    assert picture.shape == (5, 6, 3)
-    assert (picture == (230, 159, 0)).all(axis=2).sum() == 8  # the outline of 3 x 3 pixels
 
 
 @pytest.fixture
@@ -413,29 +401,25 @@ def test_a_spacing_that_cannot_be_had_is_refused(root):
     assert f"{root / 'b' / 'images' / 'u.nii'} does not say how far its voxels are apart" in refused(root, spacing="1")
 
 
-def test_decoded_volumes_are_kept_in_the_cache_while_their_files_are_unchanged(root, tmp_path, monkeypatch):
+def test_decoded_volumes_are_kept_in_the_cache_while_their_files_are_unchanged(root, monkeypatch):
     def read(**options):
-        train = read_folder(root, patch=(2, 2, 2), cache=tmp_path / "cache", **options).client("b").train
-        return [train.read_case(number)[0] for number in range(len(train))]
+        data = read_folder(root, domains=["b"], patch="2", **options)
+        train = data.clients[0].train
+        return data, [train.read_case(number)[0] for number in range(len(train))]
 
-    first, decoded = read(), []
+    (data, first), decoded = read(), []
     decode = folders.decode
     monkeypatch.setattr(folders, "decode", lambda file, *how: decoded.append(file.name) or decode(file, *how))
-    assert all(map(torch.equal, read(), first))
+    assert all(map(torch.equal, read()[1], first))
     assert decoded == []
-    client = read_folder(root).client("b")
-    file = root / client.files[int(client.train.rows[0])]
-    decoded.clear()
+    file = root / data.clients[0].files[int(data.clients[0].train.rows[0])]
     save(file, 2 - draw("u")[0])
     os.utime(file, (1, 1))
-    assert [torch.equal(*pair) for pair in zip(read(), first, strict=True)] == [False, True]
+    assert [torch.equal(*pair) for pair in zip(read()[1], first, strict=True)] == [False, True]
     assert decoded == [file.name]
-    assert not any(map(torch.equal, read(window="0,1"), first))
-    assert (
-        read_folder(root, cache=file)
-        .notices[-1]
-        .endswith("cannot be written (Not a directory): images are kept in memory")
-    )
+    assert not any(map(torch.equal, read(window="0,1")[1], first))
+    notice = read(cache=file)[0].notices[-1]
+    assert notice.endswith("cannot be written (Not a directory): images are kept in memory")
 
 
 def test_grids_that_differ_between_clients_are_noted(root):

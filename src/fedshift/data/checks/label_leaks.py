@@ -81,7 +81,7 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> Floats:
     The third number is the area under the ROC curve of two classes, times the second number.
 
     Samples of one value should have one class. With ``ordered`` values, each class should also be an interval; else a
-    value that occurs once says nothing.
+    value that occurs once means nothing.
     """
     _, group = np.unique(values, return_inverse=True)
     classes, label = np.unique(y, return_inverse=True)

@@ -128,8 +128,9 @@ def fed_heart_disease(root: Path) -> Federation:
         )  # fmt: skip
         deviation = x[train].std(axis=0, ddof=1)
         x = (x - x[train].mean(axis=0)) / np.where(deviation > 0, deviation, 1)
-        rows = {"train": np.asarray(train), "test": np.asarray(test)}
-        clients.append(ClientData.from_rows(client, torch.from_numpy(x), torch.from_numpy(y[:, None]).float(), rows))
+        whole = Samples(x=torch.from_numpy(x), y=torch.from_numpy(y[:, None]).float())
+        train, test = whole.take(torch.tensor(train)), whole.take(torch.tensor(test))
+        clients.append(ClientData(name=client, train=train, test=test))
     return Federation(
         name="fed-heart-disease", clients=tuple(clients), classes=1,
         note="UCI Heart Disease, 13 features, patients of four hospitals, FLamby's split", class_names=("disease",),

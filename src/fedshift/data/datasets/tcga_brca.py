@@ -17,6 +17,7 @@ from ...tasks.survival import Survival
 from ...utils.errors import UsageError
 from ..federation import ClientData, Federation
 from ..formats import explain_errors
+from ..samples import Samples
 from ._card import make_card
 
 _CLIENTS = ("northeast", "south", "west", "midwest", "europe", "canada")
@@ -61,10 +62,10 @@ def tcga_brca(root: Path) -> Federation:
         raise UsageError(f"{file} has {x.shape[1]} features, expected were {_FEATURES}: get it again")
     with explain_errors(folds, "table of folds"):
         fold = pd.read_csv(folds).set_index("pid")["fold2"].reindex(table.index).fillna("")
-    clients = []
+    whole, clients = Samples(x=torch.from_numpy(x), y=torch.from_numpy(y)), []
     for number, name in enumerate(_CLIENTS):
-        rows = {part: np.flatnonzero(fold == f"{part}_{number}") for part in ("train", "test")}
-        clients.append(ClientData.from_rows(name, torch.from_numpy(x), torch.from_numpy(y), rows))
+        train, test = (torch.from_numpy(np.flatnonzero(fold == f"{part}_{number}")) for part in ("train", "test"))
+        clients.append(ClientData(name=name, train=whole.take(train), test=whole.take(test)))
     return Federation(
         name="tcga-brca", clients=tuple(clients), classes=1, class_names=("death",),
         note="TCGA-BRCA, 39 clinical features, patients of six regions, FLamby's folds", task=Survival(),

@@ -85,7 +85,7 @@ def read(source: Any, reading: ReadOptions) -> Source:
             for split, (part, group) in given.items():
                 told = f"{where}, {split or 'train'} data"
                 class_names[told] = list_class_names(part, reading.target)
-                made = _read_split(client, told, split, part, group, reading, _list_inputs(reading, splits))
+                made = _read_split(client, told, split, part, group, reading, splits)
                 splits.append(made._replace(x=to_store(made.x, told)) if files else made)
         if files and reading.progress:
             reading.progress("arrays", done, len(chosen))
@@ -256,10 +256,12 @@ def _refuse_lack(where: str, arrays: Mapping[str, Any], name: str) -> NoReturn:
 
 
 def _read_split(
-    client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, order: Sequence[str],
+    client: str, where: str, split: str, data: Any, group: Any, reading: ReadOptions, before: Sequence[_Split],
     skip: Sequence[str] = (),
 ) -> _Split:  # fmt: skip
-    """Return the samples of a split; ``order`` of several inputs, ``skip``: columns with another role."""
+    """Return the samples of a split, with several inputs as those ``before``; ``skip``: columns of another role."""
+    joined = reading.schema.preparation.inputs if isinstance(reading.schema, Schema) else ()
+    order = [each.name for each in joined or (before[0].array.inputs if before else ())]
     if isinstance(data, LazyDataset):
         x: Any = DatasetStore(data, where, reading.target, order)
         y, inputs = x.targets, x.inputs
@@ -271,18 +273,11 @@ def _read_split(
         names = f"x_train, y_train, {reading.groups}_train and so on"
         raise UsageError(f"{{}}: {where} have no names: give a dictionary with {names}", Ref(groups=reading.groups))
     groups = find_item_groups(data, reading.groups, where) if _is_dataset(data) else None
-    if group is not None:
-        groups = read_groups(group, where)
-        if groups.shape != (len(targets),):
-            raise UsageError(f"{where}: groups of shape {groups.shape} for {len(targets)} samples: give each one group")
+    groups = groups if group is None else read_groups(group, where)
+    if group is not None and np.shape(group) != (len(targets),):
+        raise UsageError(f"{where}: groups of shape {np.shape(group)} for {len(targets)} samples: give each one group")
     rows = list_rows(client, 0, len(targets), split=split, group=groups)
     return _Split(x, Array(where=where, y=targets, inputs=inputs), rows)
-
-
-def _list_inputs(reading: ReadOptions, splits: Sequence[_Split]) -> list[str]:
-    """Return the names of several inputs, in the order of the run that the data join, or else of the first split."""
-    inputs = reading.schema.preparation.inputs if isinstance(reading.schema, Schema) else ()
-    return [each.name for each in inputs or [each for split in splits[:1] for each in split.array.inputs]]
 
 
 # Datasets of all clients
@@ -301,13 +296,11 @@ def _read_whole(datasets: Mapping[str, Any], reading: ReadOptions) -> Source:
                 raise unknown_name("column", name, data.column_names)
         where = f"data, {split} data" if split else "data"
         drawn = split != "validation" and "test" not in datasets
-        order = _list_inputs(reading, splits)
-        made = _read_split("", where, "" if drawn else split, data, None, reading, order, skip)
+        made = _read_split("", where, "" if drawn else split, data, None, reading, splits, skip)
         splits.append(made._replace(rows=made.rows.assign(client=list(map(str, data[column])))))
     source = _make_source(splits, reading, name=NAME)
     chosen = choose_clients(sort_names(source.rows["client"].unique()), reading)
-    place = source.rows["client"].map({client: at for at, client in enumerate(chosen)}).dropna()
-    rows = source.rows.loc[place.sort_values(kind="stable").index].reset_index(drop=True)
+    rows = pd.concat([source.rows[source.rows["client"] == client] for client in chosen], ignore_index=True)
     return replace(source, rows=rows, decode=partial(_open_stores, splits, rows))
 
 

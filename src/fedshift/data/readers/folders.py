@@ -220,7 +220,7 @@ def _read_headers(
     if read is not read_header:
         return work()
     facts = "headers", str(files.path.resolve()), client.files
-    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's own
+    pickled, _ = keep(reading.cache_directory, facts, lambda: pickle.dumps(work()))  # ten times as fast as joblib's
     return pickle.loads(pickled)  # type: ignore[no-any-return]
 
 
@@ -378,61 +378,49 @@ def _choose_leads(files: Folders, reading: ReadOptions) -> tuple[Folders, list[s
         raise UsageError(
             f"none of the {len(files.broken)} recordings in {files.path} can be read: give others ({file} {reason})"
         )
-    _refuse_other_leads(files.path, files.headers)
     first: SignalHeader = next(iter(files.headers.values()))
-    leads = tuple(sorted(first.leads))
-    how = Decoding(kind="signal", leads=leads, units=tuple(first.by_lead[lead] for lead in leads), rate=first.rate)
-    if isinstance(reading.schema, Schema):
-        _refuse_other_run(files.path, how, reading.schema)
+    for file, header in files.headers.items():
+        if header.length != first.length:
+            raise UsageError(
+                f"{files.path / next(iter(files.headers))} has {first.length} samples, {files.path / file} has "
+                f"{header.length}: cut all to one length"
+            )
+    described = {str(files.path / file): _describe_leads(header) for file, header in files.headers.items()}
+    joined = {reading.schema.name: reading.schema.preparation.decoding} if isinstance(reading.schema, Schema) else {}
+    _refuse_other_leads(joined | described)
+    how = _describe_leads(first)
     units = ["mV"] if set(how.units) == {"mv"} else [unit or "no unit" for unit in how.units]
     told = Information(
-        f"leads in this order: {join_some(leads, shown=16)}; {first.rate:g} Hz, {first.length} samples, in "
+        f"leads in this order: {join_some(how.leads, shown=16)}; {first.rate:g} Hz, {first.length} samples, in "
         f"{join_some(units, shown=16)}"
     )
     sizes = dict.fromkeys(files.headers, (first.length,))
     return replace(files, how=dict.fromkeys(files.clients, how), sizes=sizes), [told]
 
 
-def _refuse_other_leads(source: Path, headers: Mapping[str, SignalHeader]) -> None:
-    """Raise :class:`UsageError` naming two recordings that differ."""
-    (one, first), *others = headers.items()
-    for other, header in others:
-        if lacking := set(first.leads) ^ set(header.leads):
-            lead = min(lacking)
-            has, lacks = (one, other) if lead in first.leads else (other, one)
+def _describe_leads(header: SignalHeader) -> Decoding:
+    leads = tuple(sorted(header.leads))
+    return Decoding(kind="signal", leads=leads, units=tuple(header.by_lead[lead] for lead in leads), rate=header.rate)
+
+
+def _refuse_other_leads(described: Mapping[str, Decoding]) -> None:
+    """Raise :class:`UsageError` naming the first file, or the run that files join, and one that differs from it."""
+    (one, first), *others = described.items()
+    for other, how in others:
+        if how.leads != first.leads or how.rate != first.rate:
+            lacking = set(how.leads) ^ set(first.leads)
             raise UsageError(
-                f"{source / has} has the lead {lead!r}, and {source / lacks} does not (it has "
-                f"{join_some(headers[lacks].leads)}): give all recordings the same leads, by the same names"
+                f"{other} has the leads {join_some(how.leads)} at {how.rate:g} Hz, and {one} "
+                f"{join_some(first.leads) or 'none with names'} at {first.rate:g} Hz"
+                + (f" (only one has {join_some(sorted(lacking))})" if lacking else "")
+                + ": give the same leads, by the same names, at one rate"
             )
-        for lead, unit in first.by_lead.items():
-            if header.by_lead[lead] != unit:
-                raise UsageError(
-                    f"the lead {lead!r} is in {unit or 'no unit'} in {source / one} and in "
-                    f"{header.by_lead[lead] or 'no unit'} in {source / other}: write both in one unit"
-                )
-        for what, ours, theirs, fix in (
-            ("Hz", first.rate, header.rate, "resample all to one rate"),
-            ("samples", first.length, header.length, "cut all to one length"),
-        ):
+        for lead, ours, theirs in zip(how.leads, how.units, first.units, strict=False):  # older runs know no units
             if ours != theirs:
-                raise UsageError(f"{source / one} has {ours:g} {what} and {source / other} {theirs:g}: {fix}")
-
-
-def _refuse_other_run(source: Path, how: Decoding, schema: Schema) -> None:
-    """Raise :class:`UsageError` if recordings have other leads, units or rates than those of ``schema``."""
-    theirs = schema.preparation.decoding
-    for lead, unit in zip(theirs.leads, theirs.units, strict=False):  # none in older runs
-        ours = dict(zip(how.leads, how.units, strict=True)).get(lead, unit)
-        if ours != unit:
-            raise UsageError(
-                f"{source} has the lead {lead!r} in {ours or 'no unit'}, and {schema.name} in {unit or 'no unit'}: "
-                "convert it to the same unit"
-            )
-    if (how.leads, how.rate) != (theirs.leads, theirs.rate):
-        raise UsageError(
-            f"{source} has the leads {join_some(how.leads)} at {how.rate:g} Hz, and {schema.name} "
-            f"{join_some(theirs.leads) or 'none with names'} at {theirs.rate:g} Hz: give the same leads at one rate"
-        )
+                raise UsageError(
+                    f"{other} has the lead {lead!r} in {ours or 'no unit'}, and {one} in {theirs or 'no unit'}: "
+                    "convert both to one unit"
+                )
 
 
 # Masks
@@ -581,7 +569,7 @@ def _decode_together(
 ) -> tuple[Pixels, str]:  # fmt: skip
     """Return ``some`` files of a client as one array, padded at their ends to the largest.
 
-    ``read`` returns a file at a size, ``[C, *size]``, and depends on the file and ``facts`` alone.
+    ``read`` returns a file at a size, ``[C, *size]``, and depends only on the file and ``facts``.
     """
     sizes, what = files.list_sizes(files.clients[name]), f"{'masks' if masks else 'images'} of {name}"
     shape = (len(some), 1 if masks else files.count_channels(files.clients[name]), *np.max(sizes, axis=0).tolist())
@@ -685,7 +673,7 @@ def read_unlabeled(
     """Return images ``found`` below ``path`` by name as one client's, their sizes ``[N, axes]``, and broken ones.
 
     Gray of more than 8 bits has the range of ``reading.schema``. ``size``: of medical images that are resized; empty:
-    they keep their sizes. Raises :class:`UsageError` as :func:`read` does.
+    they keep their sizes. Raises :class:`UsageError` as :func:`read` does, and if no file can be read.
     """
     images = tuple(ImageFile(name, "", "", *stamp([file])[0][1:]) for name, file in found.items())
     content = VOLUMES if volumes else MASKS if reading.patch else CLASSES
@@ -696,4 +684,6 @@ def read_unlabeled(
     decoded, _ = decode_images(files, name, reading)
     how, _ = choose_ranges(files, {name: decoded.levels}, reading)
     store = make_store(files, name, decoded, how[name], reading)
-    return store, np.array(files.list_sizes(files.clients[name]), np.int64), files.broken | decoded.broken
+    broken = files.broken | decoded.broken
+    files.refuse_broken(broken, reading if len(broken) < len(found) else replace(reading, on_data_error="refuse"))
+    return store, np.array(files.list_sizes(files.clients[name]), np.int64), broken

@@ -3,7 +3,7 @@
 A table is read whole, as Arrow reads it: cells of CSV and TSV as text (RFC 4180, UTF-8), of Parquet and frames by their
 declared type. Columns are matched by name. Every column without a role is an input: a number is one feature, text (at
 most 50 distinct values) one feature per category, in the sorted union over the clients read. Missing values are filled,
-and numbers scaled, by each client's training rows alone. Integer labels 0..K-1 keep their value; all others are
+and numbers scaled, only by each client's training rows. Integer labels 0..K-1 keep their value; all others are
 numbered in order. Clients that join others (``schema``) are read with these' columns and categories.
 """
 
@@ -787,7 +787,7 @@ def prepare_rows(
     raw: NDArray[np.floating], train: Any, columns: Sequence[Column], *, scaled: bool = True,
     locate: Callable[[int], str] = "row {}".format,
 ) -> PreparedRows:  # fmt: skip
-    """Fill and (if ``scaled``) scale one client's rows ``raw [N, D]``, by its training rows alone.
+    """Fill and (if ``scaled``) scale one client's rows ``raw [N, D]``, only by its training rows.
 
     A missing number becomes the median, a text the most frequent category (the first in a tie), and a column without
     values in the training rows 0 in all rows. Numbers are standardized in float64 (divided by N, as scikit-learn's

@@ -1,12 +1,13 @@
-"""FedBN's synthetic data: means, covariances and shares, estimated from many samples; and its appendix F on them."""
+"""FedBN's synthetic data: means, covariances and targets, and what its appendix F and figures 1 and 2 say of them."""
 
 import numpy as np
 import pytest
 import torch
 
+import fedshift
 from fedshift.core.optimizer import SGD
 from fedshift.core.work import Work
-from fedshift.data.datasets.gaussians import gaussians
+from fedshift.data.datasets.synthetic import cosines, gaussians
 from fedshift.evaluation.metrics import evaluate
 from fedshift.experiments.settings import Settings
 from fedshift.experiments.trial import Trial
@@ -14,10 +15,6 @@ from fedshift.methods.fedavg import fedavg
 from fedshift.methods.fedbn import fedbn
 from fedshift.models.mlp import synthetic_mlp
 from fedshift.utils.errors import UsageError
-
-
-def covariance(x: torch.Tensor) -> torch.Tensor:
-    return torch.cov(x.double().T)
 
 
 def test_two_clients_of_ten_dimensions_have_as_many_samples_of_either_class():
@@ -29,22 +26,13 @@ def test_two_clients_of_ten_dimensions_have_as_many_samples_of_either_class():
         assert client.train.x.dtype == torch.float32
 
 
-def test_classes_lie_around_minus_one_and_one():
-    for client in gaussians(samples=40_000).clients:
+def test_classes_lie_around_minus_one_and_one_and_half_of_mixed_has_entries_off_the_diagonal():
+    full, identity = (-0.5) ** (torch.arange(10)[:, None] - torch.arange(10)).abs().double(), torch.eye(10)
+    for client, known in zip(gaussians(samples=80_000).clients, (identity, (identity + full) / 2), strict=True):
         for label in (0, 1):
-            mean = client.train.x[client.train.y == label].double().mean(0)
-            assert torch.allclose(mean, torch.full((10,), 2.0 * label - 1, dtype=torch.float64), atol=0.04)
-
-
-def test_one_client_has_the_identity_the_other_also_off_diagonal_entries_in_equal_parts():
-    diagonal, mixed = gaussians(samples=80_000, correlation=-0.5).clients
-    steps = (torch.arange(10)[:, None] - torch.arange(10)).abs()
-    full = (-0.5) ** steps.double()
-    identity = torch.eye(10, dtype=torch.float64)
-    for label in (0, 1):
-        assert torch.allclose(covariance(diagonal.train.x[diagonal.train.y == label]), identity, atol=0.03)
-        half = (identity + full) / 2  # the means of both parts are equal
-        assert torch.allclose(covariance(mixed.train.x[mixed.train.y == label]), half, atol=0.03)
+            x = client.train.x[client.train.y == label].double()
+            assert torch.allclose(x.mean(0), torch.full((10,), 2.0 * label - 1, dtype=torch.float64), atol=0.04)
+            assert torch.allclose(torch.cov(x.T), known.double(), atol=0.03)
 
 
 def test_samples_are_shuffled_keyed_and_of_their_own_in_every_part():
@@ -57,16 +45,17 @@ def test_samples_are_shuffled_keyed_and_of_their_own_in_every_part():
 
 
 @pytest.mark.parametrize(
-    ("choice", "said"),
+    ("make", "choice", "said"),
     [
-        ({"samples": 10}, "samples=10: give a multiple of 4"),
-        ({"test_samples": 0}, "test_samples=0: give a multiple of 4"),
-        ({"correlation": 1}, "correlation=1: must lie between -1 and 1"),
+        (gaussians, {"samples": 10}, "samples=10: give a multiple of 4"),
+        (gaussians, {"correlation": 1}, "correlation=1: must lie between -1 and 1"),
+        (cosines, {"samples": 0}, "at least 1"),
+        (cosines, {"labels": "x"}, "unknown labels 'x'"),
     ],
 )
-def test_other_choices_are_refused(choice, said):
+def test_other_choices_are_refused(make, choice, said):
     with pytest.raises(UsageError, match=said):
-        gaussians(**choice)
+        make(**choice)
 
 
 STEPS = 600
@@ -112,3 +101,27 @@ def test_appendix_f_at_the_papers_learning_rate_fedbn_is_faster_but_neither_gets
     assert (local[1:] < average[1:]).all()
     assert local[-1] > 0.7 * local[0]
     assert then == sooner == STEPS + 1
+
+
+@pytest.mark.parametrize("labels", ["content", "input"])
+def test_targets_are_cosines_of_the_content_or_of_the_input(labels):
+    data = cosines(samples=20_000, labels=labels).check()
+    assert (data.names, data.outputs, data.sample_shape) == (("narrow", "wide"), "1 target", (1,))
+    for client, deviation in zip(data.clients, (1, 2.5), strict=True):
+        x, y = client.train.x.double().numpy(), client.train.y.numpy()
+        assert x.std() == pytest.approx(deviation, rel=0.02)
+        rest = y - np.cos(x / deviation if labels == "content" else x)
+        assert rest.std() == pytest.approx(0.1, rel=0.02)
+        assert abs(rest.mean()) < 0.005
+        assert not np.isin(client.test.x.numpy(), client.train.x.numpy()).any()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("labels", "misfit"), [("content", "fedavg"), ("input", "silobn")])
+def test_fedbn_fits_both_clients_and_averaged_statistics_or_an_averaged_gamma_neither(labels, misfit):
+    settings = {"model": "cosine", "batch_size": 0, "rounds": 100, "lr": 0.1, "evaluate_every": 100}
+    data = f"cosines(labels={labels!r})"
+    run = fedshift.compare(f"fedbn,{misfit}", data=data, engine="sequential", **settings)
+    table = run.table().xs("mean", axis=1, level=1).loc[["narrow", "wide"]]
+    assert (table["fedbn"] < 0.12).all()  # the noise alone is 0.1
+    assert (table[misfit] > 0.25).all()
