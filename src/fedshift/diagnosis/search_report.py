@@ -142,7 +142,7 @@ def _describe_best(search: Search) -> Iterator[str]:
 
 
 def _describe_gains(search: Search, unit: Unit) -> Iterator[str]:
-    """Yield the expected gain over the baseline, and that of the advised method over local training, with intervals."""
+    """Yield the expected gain over the baseline, and the advised method's over local training, with intervals."""
     clients, local = len(search.table(-1)), search.find(LOCAL)
     if clients < 2:
         yield f"Only one client has values for every candidate: it cannot show a gain over {search.baseline}."
