@@ -107,6 +107,10 @@ def test_clients_of_other_scales_and_sizes_and_absent_classes_are_said():
     apart, absent = read(two).notices
     assert "images of floats have other scales, client 'a', train data: 0 to 2, but client 'b', train data: 0" in apart
     assert absent.startswith("no training sample has class 0, and networks have 3 outputs")
+    halves = {"a": (SCALED, Y, SCALED, Y), "b": (PIXELS / 255, Y, PIXELS / 255, Y)}
+    assert (
+        "other scales, client 'b', train data: 0 to 1, but client 'a', train data: -1 to 1" in read(halves).notices[0]
+    )
     assert read(two, classes=3).notices == (apart,)
     sizes = {"a": (BYTES, Y, BYTES, Y), "b": (BYTES[..., 1:], Y, BYTES[..., 1:], Y)}
     assert re.search("images of 5 x 5, . x . pixels become 28 x 28.* image_size", read(sizes).notices[-1])
