@@ -53,12 +53,6 @@ def test_a_single_value_is_told_with_its_row_and_outliers_of_the_same_distributi
     first, second = (draw(seed).lognormal(1, 1.5, (300, 40)) for seed in (1, 2))
     assert not measure(first).describe_far(second)
     assert not measure(first).describe_far(second[:3])
-    rows = draw().normal(50, 10, (200, 2)).astype(np.float32)
-    rows[[7, 9], 1] = 1e38, np.nan
-    told = measure(draw(1).normal(50, 10, (200, 2))).describe_far(rows)
-    assert list(told) == [1]
-    assert told[1].startswith("1e+38 in data row 8, in training mean ")
-    assert measure(draw(1).normal(50, 10, (200, 2))).describe_far(np.array([[50, 500]])).keys() == {1}
 
 
 @pytest.mark.parametrize(

@@ -160,7 +160,7 @@ def test_advice_is_compared_with_training_alone_which_is_advised_where_nothing_i
     gaps = np.subtract([0.80, 0.79, 0.81, 0.80], rows["single", 0.1])
     half = 3.182446 * np.std(gaps, ddof=1) / 2
     low, high = 100 * (gaps.mean() - half), 100 * (gaps.mean() + half)
-    assert f"+{100 * gaps.mean():.2f} points, 95 % interval +{low:.2f} to +{high:.2f}, paired over clients" in said
+    assert f"+{100 * gaps.mean():.2f} points, 95 % interval +{low:.2f} to +{high:.2f} over 4 clients (paired)." in said
     assert "--methods fedavg@0.1,single@0.1,fedbabu@0.1 " in said
 
 
@@ -320,7 +320,8 @@ def test_what_cannot_be_searched_is_refused_before_anything_starts(cli, quick, t
         (("--methods", "fedavg"), "a search needs two"),
         (("--methods", "fedavg,fixbn"), "freezes after a share of all rounds"),
         (("--methods", "fedavg,fedbn", "--budget", 1e-9), "budget=1e-09 minutes: one round of fedavg and fedbn"),
-        (("--domains", "ann"), "has only one client"), (("--patience", 2), "patience ends trials early"),
+        (("--domains", "ann"), "has only one client"),
+        (("--patience", 2, "--validation", 0.2), "patience ends trials early"),
     ):  # fmt: skip
         outcome = cli("advise", "--data", tiny_folder, "--out", "none", *words)
         assert (outcome.code, said in outcome.err) == (2, True), outcome.err
