@@ -26,6 +26,7 @@ from ..federation import ClientData, Federation
 from ..formats import read_npz
 from ..partition import split_stratified
 from ..readers import frames
+from ..samples import Samples
 from ..source import ReadOptions
 from ._card import make_card
 
