@@ -24,13 +24,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.csv
 import pyarrow.parquet
+from fedshift.data.files.read_options import ReadOptions
 from PIL import Image
 
 import fedshift.data.readers.folders
 import fedshift.data.readers.tables  # noqa: F401 - every process has the same bare imports
 from fedshift.data.assembly import read_source
 from fedshift.data.federation import Federation
-from fedshift.data.files.read_options import ReadOptions
 
 LIMIT = 2.0
 CLIENTS = ("north", "south", "west")
