@@ -13,7 +13,7 @@ from torch import nn
 from fedshift.api import advise, compare, load_data
 from fedshift.data.assembly import federation, read_folder
 from fedshift.data.checks import quality
-from fedshift.data.checks.quality import check_data, examine, find_errors
+from fedshift.data.checks.quality import check_data, examine, find_faults
 from fedshift.data.federation import Federation
 from fedshift.new_clients.own_network import adapt_network
 from fedshift.utils.errors import UsageError
@@ -111,8 +111,8 @@ def test_the_errors_of_a_run_are_those_of_the_check(tiny):
     data = leaking()
     found = examine(data).of("error")
     assert {finding.kind for finding in found} == {"leakage", "conflict"}
-    assert list(find_errors(data)) == [finding.text for finding in found]
-    assert find_errors(tiny) == ()
+    assert find_faults(data)[0] == [finding.text for finding in found]
+    assert find_faults(tiny) == ([], [])
     with pytest.raises(UsageError, match=r"^2 errors in the data: Test samples are also in .*ann \(test\) 3 of"):
         check_data(data, "refuse")
     assert check_data(data, "ignore").notices == ()
@@ -121,7 +121,7 @@ def test_the_errors_of_a_run_are_those_of_the_check(tiny):
 def test_the_python_interface_goes_by_the_same_switch(tmp_path, capsys):
     """As the command line does, with errors in the words of Python."""
     data, small = leaking(), {"rounds": 1, "batches": 1, "batch_size": 8}
-    said = f"2 errors in the data: {' '.join(find_errors(data))} `fedshift data check`"
+    said = f"2 errors in the data: {' '.join(find_faults(data)[0])} `fedshift data check`"
     result = compare("fedavg", data=data, **small, progress=True)
     assert f"note: {said} shows how to correct them" in capsys.readouterr().out
     assert f"note: {said} shows how to correct them" in str(result)
@@ -166,9 +166,9 @@ def test_commands_that_show_data_tell_what_was_left_out(cli, photos):
 
 
 def test_samples_are_looked_at_once_on_this_machine(monkeypatch):
-    first = find_errors(leaking())
+    first = find_faults(leaking())
     monkeypatch.setattr(quality, "survey_splits", lambda *_, **__: pytest.fail("read again"))
-    assert find_errors(leaking()) == first
+    assert find_faults(leaking()) == first
 
 
 def test_data_without_errors_give_no_line(cli, unpublished, tiny_folder):

@@ -65,10 +65,8 @@ def test_shape_dtype_and_range_are_kept_and_the_batch_is_left_alone(text, shape,
     augment = AUGMENTATIONS.parse(text)
     for step in range(5):
         out = augment(x, key(step))
-        assert out.shape == x.shape
-        assert out.dtype == dtype
-        assert out.min() >= 0
-        assert out.max() <= 1
+        assert (out.shape, out.dtype) == (x.shape, dtype)
+        assert 0 <= out.min() <= out.max() <= 1
     assert torch.equal(x, before)
     assert augment(torch.zeros(shape, device="meta"), key()).device.type == "meta"
 
@@ -201,13 +199,6 @@ def test_brightness_contrast_and_saturation_are_pillows_with_pixels_of_eight_bit
     assert np.allclose(out[0].permute(1, 2, 0), expected, atol=2 / 255)
 
 
-def test_a_factor_is_never_negative():
-    x = images(400)
-    out = AUGMENTATIONS.parse("color_jitter(brightness=2.0, contrast=0, saturation=0, hue=0)")(x, key())
-    assert (out <= 3 * x + 1e-12).all()
-    assert out.amax(dim=(1, 2, 3)).min() > 0
-
-
 @pytest.mark.parametrize("draw", [0.0, 0.21, 0.4, 0.73, 1.0])
 def test_hue_is_colorsys_pixel_by_pixel(draw):
     x = images(1, 3, 6, 6)
@@ -223,18 +214,20 @@ def test_hue_is_colorsys_pixel_by_pixel(draw):
             )
 
 
-@pytest.mark.parametrize("channels", [1, 2])
-def test_images_that_are_not_rgb_have_contrast_about_the_mean_of_all_but_no_saturation_and_no_hue(channels):
-    x = images(channels=channels)
+def test_images_that_are_not_rgb_have_contrast_about_the_mean_of_all_but_no_saturation_and_no_hue():
+    x = images(channels=2)
     jitter = AUGMENTATIONS.parse("color_jitter(brightness=0, contrast=0.5, saturation=0.9, hue=0.5)")
     mean = x.mean(dim=(1, 2, 3), keepdim=True)
     assert torch.allclose(jitter(x, Fixed(0.5, 0.25, 0.1, 0.9)), mean + 0.75 * (x - mean), atol=1e-12)
 
 
-def test_brightness_and_contrast_together_are_a_line():
+def test_brightness_and_contrast_together_are_a_line_and_a_factor_is_never_negative():
     x = images()
     out = AUGMENTATIONS.parse("brightness_contrast(brightness=0.3, contrast=0.4)")(x, Fixed(0.75, 0.1))
     assert torch.allclose(out, (1.2 * x - 0.24).clamp(0, 1), atol=1e-12)
+    least = AUGMENTATIONS.parse("color_jitter(brightness=2.0, contrast=0, saturation=0, hue=0)")
+    assert not least(x, Fixed(0, 0.5, 0.5, 0.5)).any()
+    assert torch.equal(least(x, Fixed(1 / 3, 0.5, 0.5, 0.5)), x)
 
 
 # erasing and choosing
@@ -303,6 +296,7 @@ def test_a_sequence_is_done_in_the_order_written():
     expected = AUGMENTATIONS.parse("crop(padding=2)")(AUGMENTATIONS.parse("flip")(x, rng), rng)
     assert torch.equal(AUGMENTATIONS.parse("flip, crop(padding=2)")(x, key()), expected)
     assert torch.equal(AUGMENTATIONS.parse("sequence(flip, crop(padding=2))")(x, key()), expected)
+    assert AUGMENTATIONS.parse("none") is AUGMENTATIONS.parse("") is None
     assert not torch.equal(AUGMENTATIONS.parse("crop(padding=2), flip")(x, key()), expected)
 
 
@@ -318,15 +312,6 @@ def test_recipes_are_what_their_papers_do():
     assert kinds == ["scale", "rotate", "brightness_contrast", "flip", "shear", "crop", "erase"]
     hole = isic[-1].options.arguments["augmentation"](torch.ones(1, 1, 200, 200), Fixed(0, 0.5, 0.5))
     assert (hole == 0).sum() == 16 * 16
-
-
-def test_no_augmentation_is_none():
-    assert AUGMENTATIONS.parse("none") is AUGMENTATIONS.parse("") is None
-
-
-def test_an_augmentation_of_ones_own_is_found_in_its_module():
-    x = images()
-    assert torch.equal(AUGMENTATIONS.parse("fedshift.data.augmentation:flip(p=1)")(x, key()), x.flip(3))
 
 
 @pytest.mark.parametrize(

@@ -49,13 +49,15 @@ def table():
 COLUMNS = {"client_column": "hospital", "target": "outcome"}
 
 
-@pytest.mark.parametrize("kind", ["csv", "parquet"])
-def test_a_frame_is_the_table_that_it_writes(table, tmp_path, kind):
-    path = tmp_path / f"table.{kind}"
-    (table.to_csv if kind == "csv" else table.to_parquet)(path, index=False)
-    ours, theirs = load(table, **COLUMNS), read_folder(path, **COLUMNS)
-    assert ours.fingerprint == theirs.fingerprint
-    assert (ours.class_names, ours.columns, ours.notices) == (theirs.class_names, theirs.columns, theirs.notices)
+def describe(data):
+    return data.fingerprint, data.class_names, data.columns, data.notices
+
+
+def test_a_frame_is_the_table_that_it_writes(table, tmp_path):
+    table.to_csv(tmp_path / "table.csv", index=False)
+    table.to_parquet(tmp_path / "table.parquet", index=False)
+    found = [read_folder(tmp_path / f"table.{kind}", **COLUMNS) for kind in ("csv", "parquet")]
+    assert describe(load(table, **COLUMNS)) == describe(found[0]) == describe(found[1])
     assert load(table, **COLUMNS, domains="south", missing="refuse").names == ("south",)
 
 
@@ -138,12 +140,6 @@ def test_a_column_of_a_hub_dataset_deals_its_samples_to_clients():
     }
     arrays = {name: [x[rows] for rows in both for x in (PIXELS, LABELS)] for name, both in own.items()}
     assert load(sides, client_column="camera").fingerprint == federation(arrays).fingerprint
-    whole = load(hub(slice(None), camera=CAMERA.tolist()), client_column="camera", test_fraction=0.4)
-    for name, client in zip(("left", "right"), whole.clients, strict=True):
-        assert (client.name, len(client.train), len(client.test)) == (name, 6, 4)
-        both = np.concatenate([client.train.x.numpy(), client.test.x.numpy()]).transpose(0, 2, 3, 1)
-        assert sorted(image.tobytes() for image in both) == sorted(x.tobytes() for x in PIXELS[name == CAMERA])
-        assert client.test.y.tolist().count(0) == 2
 
 
 def test_a_hub_dataset_of_values_is_a_table(table):
@@ -178,7 +174,7 @@ def of_kind(kind, *classes):
     return {"torch": whole, "subset": torch.utils.data.Subset(whole, range(4)), "lazy": LazyDataset(whole)}[kind]
 
 
-@pytest.mark.parametrize("kind", ["table", "hub", "torch", "subset", "lazy"])
+@pytest.mark.parametrize("kind", ["table", "hub", "subset", "lazy"])
 def test_datasets_whose_labels_mean_different_classes_are_refused_with_both_lists(kind):
     settings = {"target": "label"} if kind == "table" else {}
     ours, swapped = of_kind(kind, "cat", "dog"), of_kind(kind, "dog", "cat")
@@ -187,11 +183,8 @@ def test_datasets_whose_labels_mean_different_classes_are_refused_with_both_list
         load({"a": (ours, ours), "b": (swapped, swapped)}, **settings)
     with pytest.raises(UsageError, match=r"label 0 means 'cat' in .*train data and 'dog' in .*test data"):
         load({"a": (ours, swapped)}, **settings)
-    more = of_kind(kind, "cat", "dog", "emu")
-    plain = load({"a": (ours, ours), "b": (ours, ours)}, **settings)
-    assert load({"a": (ours, ours), "b": (more, more)}, **settings).fingerprint == plain.fingerprint
-    nothing = of_kind(kind)
-    assert load({"a": (ours, ours), "b": (nothing, nothing)}, **settings).fingerprint == plain.fingerprint
+    others = ours, of_kind(kind, "cat", "dog", "emu"), of_kind(kind)
+    assert len({load({"a": (ours, ours), "b": (b, b)}, **settings).fingerprint for b in others}) == 1
 
 
 def test_parts_of_one_hub_dataset_mean_the_same_and_changed_targets_say_nothing():
@@ -202,8 +195,7 @@ def test_parts_of_one_hub_dataset_mean_the_same_and_changed_targets_say_nothing(
         load(parts, client_column="site")
     changed = Folder(["dog", "cat"], target_transform=lambda label: 1 - label)
     given = LazyDataset(Folder(["dog", "cat"]), targets=[0, 1, 0, 1])
-    ours = Folder(["cat", "dog"])
-    assert load({"a": (ours, changed), "b": (given, given)}).names == ("a", "b")
+    assert load({"a": (Folder(["cat", "dog"]), changed), "b": (given, given)}).names == ("a", "b")
 
 
 # Refusals
@@ -220,11 +212,8 @@ HUB = HubDataset({"u": [1, 2], "v": [3, 4]}, u=Picture(), v=Picture())
         ([1], {}, "data of type list: give a name"),
         ({1: (X, Y, X, Y)}, {}, "the client 1 of data is named by a int: give a text"),
         ({"a": (X, Y, X)}, {}, "client 'a': ndarray, ndarray, ndarray given: give (x_train, y_train, x_test,"),
-        ({"a": {"x_train": X, "y_train": Y, "x_test": X}}, {}, "client 'a' has no array 'y_test', or fi"),
-        ({"a": {"x_train": X, "yy": Y}}, {}, "client 'a' has no array 'y_train', or file train/y.npy (it has"),
         ({"a": {"x": X, "y": Y, "z": Y}}, {}, "unknown array of client 'a' 'z': allowed are x, y"),
         ({"a": {"train": (X, Y), "tset": (X, Y)}}, {}, "client 'a' has no array 'test'"),
-        ({"a": {"train": (X, Y)}}, {}, "client 'a' has no array 'test'"),
         ({"a": (X, Y, X, Y)}, {"target": "y"}, "target is for tables and datasets of HuggingFace, not for arrays"),
         ({"a": (X, Y, X, Y)}, {"domains": "b"}, "unknown client 'b': allowed are a"),
         (FRAME, {"target": "y"}, "data is one DataFrame of all clients: say which column holds the client"),
@@ -238,7 +227,6 @@ HUB = HubDataset({"u": [1, 2], "v": [3, 4]}, u=Picture(), v=Picture())
         ({"p": pd.DataFrame({"a": [1, "b"], "y": [0, 1]})}, {"target": "y"}, "p: "),
         ({"p": FRAME.set_axis(["a", "a", "y"], axis=1)}, {"target": "y"}, "p: two columns are called 'a'"),
         ({"p": (HUB, HUB)}, {}, "client 'p', train data: say which column holds the label (target)"),
-        ({"p": (HUB, HUB)}, {"target": "w"}, "say which column holds the label"),
         (HUB, {"client_column": "site", "target": "u"}, "unknown column 'site': allowed are u, v"),
     ],
 )  # fmt: skip
@@ -258,12 +246,3 @@ def test_an_error_of_a_dataset_names_client_sample_and_line():
     begin, end = str(refused.value).split(": IndexError: list ")
     assert begin == "client 'a', train data: sample 0 of Failing cannot be read"
     assert end.endswith(f"test_objects.py, line {Failing.__getitem__.__code__.co_firstlineno + 1}, in __getitem__")
-
-
-@pytest.mark.parametrize("kind", ["hub", "torch", "lazy"])
-def test_one_dataset_of_a_client_is_divided(kind):
-    whole = of_kind(kind, "cat", "dog")
-    (client,) = load({"a": whole}, test_fraction=0.5).clients
-    assert sorted(client.train.y.tolist()) == sorted(client.test.y.tolist()) == [0, 1]
-    both = torch.cat([split.inputs(slice(None)) for split in (client.train, client.test)])
-    assert sorted(both[:, 0].tolist()) == [0, 1, 2, 3]

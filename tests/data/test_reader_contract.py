@@ -23,7 +23,7 @@ NAMES = ("ann", "bob", "cid")
 SIZES = (20, 14, 12)
 READERS = list_readers()
 OF_ROWS, OF_COLUMNS = {"client_column": "site"}, {"target": "y", "scaling": "none"}
-FOLDERS = ("images", "masks", "volumes", "signals")
+FOLDERS = ("images", "masks", "volumes")
 OTHERS = dict.fromkeys(("npz", "npy", "hub"), "arrays") | dict.fromkeys(FOLDERS, "folders")
 """Further kinds of sources, and the reader of each."""
 
@@ -100,17 +100,6 @@ def make_source(kind, folder):
         for name in NAMES:
             for value, label in zip(*draw(name), strict=True):
                 save(folder / name / "ab"[label] / f"{value // 2:03}-{value}.png", picture(value))
-    elif kind == "signals":
-        wfdb = pytest.importorskip("wfdb")
-        for name in NAMES:
-            for value, label in zip(*draw(name), strict=True):
-                place = folder / name / "ab"[label]
-                place.mkdir(parents=True, exist_ok=True)
-                values = np.stack([np.linspace(value, value + 1, 8), np.zeros(8)], axis=1)
-                wfdb.wrsamp(
-                    f"{value // 2:03}-{value}", 4, ["mV", "mV"], ["I", "V1"], p_signal=values, fmt=["32", "32"],
-                    write_dir=str(place),
-                )  # fmt: skip
     elif kind in ("masks", "volumes"):
         make_pairs(folder, *((".png", 4, 4) if kind == "masks" else (".nii", 4, 4, 3)))
     else:
@@ -151,12 +140,9 @@ def values(split):
     return sorted(split.inputs(slice(None)).flatten(1)[:, 0].mul(1000).round().int().tolist())
 
 
-def test_a_source_is_read_by_the_reader_of_its_kind(kind, source):
-    assert find_reader(source[0]) is READERS[OTHERS.get(kind, kind)]
-
-
 def test_rows_say_what_is_then_decoded(kind, source):
     given, options = source
+    assert find_reader(given) is READERS[OTHERS.get(kind, kind)]
     reading = ReadOptions(**options)
     found = find_reader(given).read(given, reading)
     made = read_source(given, reading)

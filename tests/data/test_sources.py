@@ -98,11 +98,6 @@ def test_images_are_scaled_as_asked(choice, expected):
     assert (made.fingerprint == plain.fingerprint) == (choice == "half")
 
 
-def test_scaling_of_images_is_for_images():
-    with pytest.raises(UsageError, match="normalize='unit' is for images"):
-        load_federation("gaussians", spec(normalize="unit"))
-
-
 def test_the_model_goes_by_the_samples_unless_named(make):
     assert make("fedavg").model.__name__ == "small_cnn"
     assert make("fedavg", data="gaussians").model.__name__ == "abide_mlp"
@@ -125,8 +120,6 @@ def test_what_reading_found_is_said_in_the_run(make, tmp_path, Listener):
 
 
 def test_settings_that_do_not_fit_the_data_are_refused_first(make):
-    with pytest.raises(UsageError, match="unknown loss"):
-        make("fedavg", loss="hinge()")
     with pytest.raises(UsageError, match=r"unknown metric 'rmse'.*the data's task is classification"):
         make("fedavg", metric="rmse")
     with pytest.raises(UsageError, match=r"loss mse is not for classification.*use cross_entropy or focal"):
@@ -153,14 +146,8 @@ def test_every_client_must_hold_pixels_to_be_scaled_as_pixels():
     mixed = federation({"bytes": (x.astype(np.uint8), y, x.astype(np.uint8), y), "floats": (x, y, x, y)})
     with pytest.raises(UsageError, match="client 'floats' has other samples"):
         normalize(mixed, "imagenet")
-
-
-def test_another_augmentation_of_ones_own_is_another_run(make, tmp_path, monkeypatch):
-    (tmp_path / "own_dimmer.py").write_text("def dim(*, by):\n    return lambda x, rng: x * by\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    make(augment="own_dimmer:dim(by=0.9)", rounds=1).run(tmp_path / "run")
-    with pytest.raises(UsageError, match="begun with another augment"):
-        make(augment="own_dimmer:dim(by=0.1)", rounds=2).run(tmp_path / "run", resume=True)
+    with pytest.raises(UsageError, match="normalize='unit' is for images"):
+        load_federation("gaussians", spec(normalize="unit"))
 
 
 def test_best_by_auc_is_refused_where_it_would_never_be_defined(make):

@@ -1,4 +1,4 @@
-"""The benchmark of methods: each searches its own settings, and records alone make the page."""
+"""Benchmarks of methods and of advice: each searches its own settings, and records alone make the page."""
 
 import importlib
 import inspect
@@ -19,10 +19,8 @@ HEART = Path(os.environ.get("FEDSHIFT_DATA", "")) / "heart_disease.npz"
 @pytest.fixture
 def benchmark(monkeypatch):
     monkeypatch.syspath_prepend(Path(__file__).parents[2] / "benchmarks")
-    import ranking  # imports methods
-
-    yield ranking
-    for name in ("ranking", "methods", "federations"):
+    yield importlib.import_module("ranking")  # imports methods
+    for name in ("advise", "ranking", "methods", "federations"):
         sys.modules.pop(name, None)
 
 
@@ -46,14 +44,11 @@ def test_every_method_tries_as_many_settings_and_climbs_to_the_best(runner, meth
         if method == "scaffold" and setting.momentum:
             return None
         judged.append(setting)
-        strength = json.loads(setting.own).get("mu", 0)
-        return 50 - 10 * abs(np.log10(setting.rate) - 0) + strength - 20 * setting.momentum
+        return 50 - 10 * abs(np.log10(setting.rate)) + json.loads(setting.own).get("mu", 0) - 20 * setting.momentum
 
     found = runner.search(method, judge)
     assert len(judged) == len(set(judged)) == len(found) == runner.TRIED
-    starts = [(each.rate, each.momentum) for each in judged[:2]]
-    assert starts == list(runner.STARTS[:2])
-    assert all(each.own == runner.list_starts(method)[0].own for each in judged[:2])
+    assert [(each.rate, each.momentum) for each in judged[:2]] == list(runner.STARTS[:2])
     best = max(found, key=lambda each: found[each])
     assert best.rate == runner.RATES[-1]
     assert method != "fedprox" or json.loads(best.own)["mu"] > json.loads(judged[0].own)["mu"]
@@ -75,33 +70,22 @@ def make_records(values):
 
 
 def test_tables_have_gains_harmed_clients_and_a_star_where_it_is_not_chance(benchmark):
-    random = np.random.default_rng(0)
-    values = {}
+    random, values = np.random.default_rng(0), {}
     sources = {source: name for name, source in benchmark.SOURCES.items()}
     for federation in list(sources.values())[:6]:
-        for client in "ab":
+        for client, alone in (("a", 3), ("b", -3)):
             base = random.uniform(50, 80)
             for seed in range(3):
-                own = {
-                    "fedavg": base,
-                    "single": base + (3 if client == "a" else -3),
-                    "fedbn": base + 5 + random.normal(),
-                }
-                own |= {"gn": base + random.normal(0, 4)}
-                values |= {(federation, client, method, seed): value for method, value in own.items()}
+                gains = {"fedavg": 0, "single": alone, "fedbn": 5 + random.normal(), "gn": random.normal(0, 4)}
+                values |= {(federation, client, method, seed): base + gain for method, gain in gains.items()}
     records = make_records(values)
-    ranking = benchmark.make_ranking(records, 20)
-    text = benchmark.rank_trained(ranking, benchmark.find_winners(records))
+    text = benchmark.rank_trained(benchmark.make_ranking(records, 20), benchmark.find_winners(records))
     cells = {row.split(" | ")[0].strip("| "): row.strip("| ").split(" | ") for row in text.splitlines()[2:]}
     assert next(iter(cells)) == "fedbn"
-    assert cells["fedbn"][2].endswith("*")
-    assert not cells["gn"][2].endswith("*")
-    gain = np.mean(
-        [value - values[key[0], key[1], "fedavg", key[3]] for key, value in values.items() if key[2] == "fedbn"]
-    )
+    assert (cells["fedbn"][2][-1], cells["gn"][2][-1] == "*") == ("*", False)
+    gain = np.mean([v - values[key[0], key[1], "fedavg", key[3]] for key, v in values.items() if key[2] == "fedbn"])
     assert cells["fedbn"][2].startswith(f"{gain:+.1f} (")
     assert cells["fedavg"][5] == "6 of 12"  # each client a, where training alone is 3 points better
-    assert cells["single"][4] != "+0.0"
     assert cells["fedbn"][7] == "0 / 6"  # all at the highest rate
 
 
@@ -179,3 +163,19 @@ def test_a_recorded_cell_is_what_training_it_again_gives(benchmark, runner, meth
     different = (both["value"] - both["value_recorded"]).abs()
     assert different.mean() <= 1
     assert different.max() <= 5
+
+
+def test_regret_is_of_the_best_on_test_data_and_fair_regret_of_the_best_on_validation_data(benchmark):
+    advise = importlib.import_module("advise")
+    tested = pd.Series({"fedavg": 60.0, "fedbn": 70.0, "gn": 72.0, "fedwon": float("nan")})
+    validated = pd.Series({"fedavg": 61.0, "fedbn": 75.0, "gn": 65.0, "fedwon": 90.0})
+    row, lost = advise.compare(("tuned(lr=0.3)+silobn", 71.0), tested, validated)
+    assert (row["best on validation"], row["best on test data"]) == ("fedbn", "gn")
+    assert (row["fair"], row["regret"]) == (-1.0, 1.0)
+    assert lost.to_dict() == {"fedavg": 10.0, "fedbn": 0.0, "gn": -2.0}
+    known = {"federation": "digits", "left_out": "", "rounds": 20, "method": "fedavg", "momentum": 0.0, "own": "{}"}
+    rows = [(0.1, "search", "a", 50), (0.1, "search", "b", 60), (0.3, "search", "a", 90), (0.1, "as trained", "a", 10)]
+    records = pd.DataFrame(
+        [known | dict(zip(("rate", "measured", "client", "value"), row, strict=True)) for row in rows]
+    )
+    assert advise.find_validated(records, "digits", 20).to_dict() == {"fedavg": 55.0}

@@ -155,16 +155,12 @@ def test_a_network_of_huggingface_is_given_tokens_and_mask_by_name(monkeypatch):
     assert torch.equal(network(trial.train["a"].inputs(slice(None))), scores)
     assert MODELS.write(experiment.model) == "hf:bert"
     wrong = {"input_ids": x["input_ids"], "mask": x["attention_mask"]}
-    with pytest.raises(UsageError, match=r"'input_ids', 'mask', and the network's forward takes input_ids=None, att"):
-        make_experiment(CompareSpec(data={"a": (wrong, y, wrong, y)}, model="hf:bert", methods="fedavg")).make_trial(
-            "fedavg", 0
-        )
-    for model, said in (
-        ("small-cnn", "model small-cnn takes one input, and the data have 'attention_mask', 'input_ids': give a"),
-        ("timm:resnet18", "model timm:resnet18 takes one input, and the data have"),
-        ("auto", "model='auto': no network of fedshift takes the inputs 'attention_mask', 'input_ids'"),
+    for model, inputs, said in (
+        ("hf:bert", wrong, r"'input_ids', 'mask', and the network's forward takes input_ids=None, att"),
+        ("small-cnn", x, "model small-cnn takes one input, and the data have 'attention_mask', 'input_ids': give a"),
+        ("timm:resnet18", x, "model timm:resnet18 takes one input, and the data have"),
+        ("auto", x, "model='auto': no network of fedshift takes the inputs 'attention_mask', 'input_ids'"),
     ):
+        spec = CompareSpec(data={"a": (inputs, y, inputs, y)}, model=model, methods="fedavg")
         with pytest.raises(UsageError, match=said):
-            make_experiment(CompareSpec(data={"a": (x, y, x, y)}, model=model, methods="fedavg")).make_trial(
-                "fedavg", 0
-            )
+            make_experiment(spec).make_trial("fedavg", 0)

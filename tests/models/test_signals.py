@@ -117,12 +117,8 @@ def test_surgery_reaches_every_layer(method, kind):
     layers = list(apply_surgery(made, small((2, LENGTH), 3)).modules())
     assert sum(isinstance(each, kind) for each in layers) >= 11
     assert not any(isinstance(each, nn.BatchNorm1d) for each in layers)
-
-
-def test_group_norm_has_the_groups_that_images_have():
-    (made,) = METHODS.parse_all("gn")
-    norms = [each for each in apply_surgery(made, resnet_1d()).modules() if isinstance(each, nn.GroupNorm)]
-    assert {(each.num_groups, each.num_channels) for each in norms} == {(32, 64), (32, 128)}
+    groups = {each.num_groups for each in layers if isinstance(each, nn.GroupNorm)}
+    assert groups == {"gn": {8}, "ln": {1}}.get(method, set())  # as of images, 32 where there are as many channels
 
 
 def test_local_batch_norm_absorbs_the_gains_of_devices():

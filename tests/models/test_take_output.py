@@ -10,7 +10,6 @@ import pytest
 import torch
 from torch import nn
 
-from fedshift.config.expressions import trust_only
 from fedshift.core.network import forward
 from fedshift.core.optimizer import SGD
 from fedshift.core.preparation import prepare
@@ -120,11 +119,3 @@ def test_options_reach_the_factory_and_unknown_ones_are_named():
             MODELS.parse(text)
     for factory in (lambda shape, classes: None, partial(several, form=as_tuple), partial(lambda s, c: None)):
         assert MODELS.write(factory) is None
-
-
-def test_functions_in_expressions_from_elsewhere_must_be_allowed():
-    text = f"take_output({__name__}:several, output='logits')"
-    with trust_only([]), pytest.raises(UsageError, match="nobody allowed"):
-        MODELS.parse(text)
-    with trust_only([f"{__name__}:several"]):
-        assert MODELS.parse(text) == take_output(several, "logits")

@@ -102,6 +102,11 @@ def test_masks_are_measured_as_by_scikit_learn_over_the_pixels_that_are_not_igno
     ]
     assert found["loss"] == pytest.approx(np.mean(of_images), rel=1e-5)
     assert math.isnan(found["auc"])
+    y[5] = LEFT_OUT  # a mask without known pixels counts nothing beside others
+    whole, others = SEGMENTATION.count(predictions, y, 3), SEGMENTATION.count(predictions[:5], y[:5], 3)
+    assert whole.pop("samples") == others.pop("samples") + 1
+    assert whole.pop("loss_sum") == pytest.approx(others.pop("loss_sum"))
+    assert whole == others
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -126,16 +131,6 @@ def test_numbers_are_measured_as_by_scikit_learn_in_the_unit_of_the_data(scales)
     assert found["mae"] == pytest.approx(sk.mean_absolute_error(raw_y, raw))
     assert found["r2"] == pytest.approx(sk.r2_score(raw_y, raw))
     assert found["loss"] == pytest.approx(sk.mean_squared_error(y, predictions))
-
-
-def test_a_mask_without_known_pixels_counts_nothing_beside_others():
-    predictions, y = draw(SEGMENTATION, 3, 3, 0)
-    y[1] = LEFT_OUT
-    two = torch.tensor([0, 2])
-    whole, others = SEGMENTATION.count(predictions, y, 3), SEGMENTATION.count(predictions[two], y[two], 3)
-    assert whole.pop("samples") == others.pop("samples") + 1 == 3
-    assert whole.pop("loss_sum") == pytest.approx(others.pop("loss_sum"))
-    assert whole == others
 
 
 @pytest.mark.parametrize("offset", [1e6, -1e9])
@@ -273,17 +268,13 @@ IMAGE = (1, 2, 2)
 @pytest.mark.parametrize(
     ("task", "y", "message"),
     [
-        (CLASSIFICATION, torch.tensor([0, 3]), "label 3 is out of range; labels must be 0..2"),
         (SEGMENTATION, torch.zeros(2, 2, 2).long(), "masks of type torch.int64; they must be uint8"),
-        (SEGMENTATION, torch.zeros(2, 4, 4, dtype=torch.uint8), "masks of 4 x 4 for images of 2 x 2"),
         (SEGMENTATION, torch.tensor([[[0, 7], [1, 255]]], dtype=torch.uint8), "a mask holds class 7; classes must be"),
         (SEGMENTATION, torch.full((1, 2, 2), 255, dtype=torch.uint8), "every pixel is ignored"),
         (MULTILABEL, torch.zeros(2, 2), r"targets of shape \(2, 2\); they must be \[samples, 3 labels\]"),
-        (MULTILABEL, torch.tensor([[0, 1, 0.5]]), "a label is 0.5; it must be 0 or 1"),
         (MULTILABEL, torch.tensor([[0, 1, math.nan]]), "a label is nan; it must be 0 or 1"),
         (REGRESSION, torch.zeros(2), r"targets of shape \(2,\) and type torch.float32"),
         (REGRESSION, torch.zeros(2, 3).long(), r".* type torch.int64; they must be numbers, \[samples, 3 targets\]"),
-        (REGRESSION, torch.tensor([[0, 0, 0], [0, math.nan, 0]]), "the target of sample 1 is NaN or infinite"),
     ],
 )
 def test_targets_that_cannot_be_trained_on_are_refused(task, y, message):

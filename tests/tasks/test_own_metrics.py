@@ -2,19 +2,14 @@
 
 import math
 import re
-import tomllib
 
 import numpy as np
 import pytest
 import torch
 
-import fedshift
 from fedshift.analysis.influence import find_influence
-from fedshift.config.settings_file import FILE
-from fedshift.experiments.restoration import load_experiment
-from fedshift.report.tables import find_reported_rounds, pool_metric
+from fedshift.report.tables import pool_metric
 from fedshift.results.schema import compute_metric, is_lower_better, name_metric, rows_to_frame
-from fedshift.results.summary import read_summary
 from fedshift.tasks import METRICS, Classification, Regression
 from fedshift.utils.errors import FedshiftError, UsageError
 
@@ -133,21 +128,3 @@ def test_a_failure_in_a_round_says_how_to_go_on():
     outputs, y = draw()
     with pytest.raises(FedshiftError, match="All rounds so far are saved: then continue with resume=True"):
         Classification(requested=(METRICS.parse(divide),)).measure(outputs, y, 3)
-
-
-@pytest.mark.slow
-def test_a_run_selects_by_a_function_and_is_restored_by_its_name(tiny_folder, tmp_path):
-    given = {"data": tiny_folder, "batch_size": 8, "validation": 0.3, "select": "best", "evaluate_every": 1}
-    fedshift.compare("fedavg", rounds=3, metric=margin, out=tmp_path / "run", **given)
-    name = METRICS.parse(margin).name
-    assert tomllib.loads((tmp_path / "run" / FILE).read_text())["metric"] == name
-    _, experiment = load_experiment(tmp_path / "run", code={f"{__name__}:margin"})
-    assert experiment.settings.metric == name
-    experiment.check_compatible(tmp_path / "run")
-    with pytest.raises(UsageError, match="margin' is a function of this machine that nobody allowed"):
-        load_experiment(tmp_path / "run")
-    summary = read_summary(tmp_path / "run")
-    held = summary.rows[(summary.rows["split"] == "validation") & (summary.rows["model"] == "personal")]
-    held = held[held["moment"] == "loaded"].assign(value=compute_metric(held, name))
-    best = int(held.groupby("round")["value"].mean().idxmin())
-    assert find_reported_rounds(summary).to_list() == [best]

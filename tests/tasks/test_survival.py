@@ -95,11 +95,7 @@ def test_without_ties_all_treatments_agree_and_without_events_the_loss_is_zero()
     make_loss(cox)(free, y).backward()
     assert float(make_loss(cox)(risk, y)) == 0
     assert not free.grad.any()
-
-
-def test_risks_too_large_for_exponentials_have_finite_losses():
-    risk, y = draw(30, 1)
-    assert math.isfinite(float(make_loss(cox)(1e4 * risk.float(), y.float())))
+    assert math.isfinite(float(make_loss(cox)(1e4 * risk.float(), draw(40, 5)[1].float())))  # exponentials are not
 
 
 @pytest.mark.parametrize(

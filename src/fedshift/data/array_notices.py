@@ -102,14 +102,18 @@ def _name_rounded(x: Tensor) -> str:
 
 
 def _describe_scale(images: Mapping[str, Tensor]) -> Iterator[str]:
-    """Yield a notice of images of floats that are large, or much larger in one array than in another."""
+    """Yield a notice of images of floats that are large, or of other ranges in one array than in another."""
     size = {where: float(x.square().mean().sqrt()) for where, x in images.items()}
     if not size:
         return
     least, most = (choose(size, key=size.__getitem__) for choose in (min, max))
-    ranges = {where: f"{where}: {images[where].min():g} to {images[where].max():g}" for where in (least, most)}
-    if size[most] > APART * size[least] > 0:
-        yield f"images of floats have other scales, {ranges[least]}, but {ranges[most]}: divide all by the same number"
+    ends = {where: (float(x.min()), float(x.max())) for where, x in images.items()}
+    ranges = {where: f"{where}: {low:g} to {high:g}" for where, (low, high) in ends.items()}
+    unsigned = [where for where, (low, high) in ends.items() if low >= 0 and 0.5 < high <= 1]
+    signed = [where for where, (low, high) in ends.items() if -1 <= low < -0.5 and high <= 1]
+    if size[most] > APART * size[least] > 0 or (unsigned and signed):
+        one, other = (unsigned[0], signed[0]) if unsigned and signed else (least, most)
+        yield f"images of floats have other scales, {ranges[one]}, but {ranges[other]}: bring all to one range"
     elif size[most] > UNSCALED:
         yield (
             f"images of floats reach the network unscaled, {ranges[most]}: divide them, or give uint8 from 0 to 255, "

@@ -35,7 +35,7 @@ def describe_assignment(data: Federation, changes: Sequence[Change]) -> pd.DataF
 
     ``domain`` and ``source`` are the client and split in ``data`` that the sample comes from; ``row`` is its index
     there. ``client`` is a name, or a prefix followed by ``*`` that matches all clients that share the sample. Changes
-    depend only on labels and names, so they are made of samples that are their own numbers.
+    depend only on labels and names, and here each sample is its own number.
     """
     splits = [(client.name, name, len(split)) for client in data.clients for name, split in client.splits.items()]
     rows = [(domain, source, row) for domain, source, size in splits for row in range(size)]

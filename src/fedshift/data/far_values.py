@@ -53,27 +53,26 @@ def measure_training(data: Federation, newcomers: Collection[str] = ()) -> Usual
     return UsualValues.pool(parts, counts) if parts and len({len(part.mean) for part in parts}) == 1 else None
 
 
-def measure_client(client: ClientData, columns: Sequence[Column] = ()) -> UsualValues | None:
+def measure_client(
+    client: ClientData, columns: Sequence[Column] = (), measured: tuple[Floats, Floats] | None = None
+) -> UsualValues | None:
     """Return the usual values of a client's stored training samples, before scaling; None of tokens.
 
-    A scaling states them; else they are measured, on at most :data:`~fedshift.data.usual_values.LOOKED_AT` samples.
+    A scaling states them; else they are ``measured``, mean and standard deviation of each feature, by default on at
+    most :data:`~fedshift.data.usual_values.LOOKED_AT` samples.
     """
-    split = client.train
-    if isinstance(split.normalization, FeatureScaling) and (usual := split.normalization.find_usual(columns)):
+    split, scaling = client.train, client.train.normalization
+    if isinstance(scaling, FeatureScaling) and (usual := scaling.find_usual(columns)):
         return usual
     if is_whole(split.store):
         return None
-    found = [UsualValues.measure(x.cpu().numpy()) for x in _sample(split)]
-    usual = UsualValues.pool(found, [1] * len(found))
-    return state_usual(client, columns, usual.mean, usual.std)
-
-
-def state_usual(client: ClientData, columns: Sequence[Column], mean: Floats, std: Floats) -> UsualValues:
-    """Return a client's usual values, which its scaling states or the measured ``mean`` and ``std`` of features are."""
-    split, scaling = client.train, client.train.normalization
+    if measured is None:
+        found = [UsualValues.measure(x.cpu().numpy()) for x in _sample(split)]
+        usual = UsualValues.pool(found, [1] * len(found))
+        measured = usual.mean, usual.std
+    mean, std = measured
     if isinstance(scaling, FeatureScaling):
-        numeric = find_numeric(columns) if columns else True
-        return scaling.find_usual(columns) or UsualValues(mean=np.where(numeric, mean, np.nan), std=std)
+        return UsualValues(mean=np.where(find_numeric(columns) if columns else True, mean, np.nan), std=std)
     signed = split.dtype != torch.uint8 and client.decoding.kind in ("integer", "real", "volume")
     factor = UNIT_RATIO if len(split.shape) == 1 else SCALE_RATIO
     return UsualValues(mean=mean, std=std, floor=-1.0 if signed else 0.0, factor=factor)
@@ -115,16 +114,16 @@ def judge_clients(data: Federation, measured: Mapping[str, tuple[Floats, Floats]
     ``measured``: by client, mean and standard deviation of each feature of its stored training samples. Of two clients,
     only the second is named.
     """
-    clients = [each for each in data.clients if each.name in measured and not is_whole(each.train.store)]
-    known = {each.name: state_usual(each, data.columns, *measured[each.name]) for each in clients}
+    found = {c.name: measure_client(c, data.columns, measured[c.name]) for c in data.clients if c.name in measured}
+    known = {name: usual for name, usual in found.items() if usual}
     if len(known) < 2 or len({len(usual.mean) for usual in known.values()}) > 1:
         return {}
-    counts = {client.name: len(client.train) for client in clients}
-    found: dict[str, list[str]] = {}
-    for client in clients[len(known) == 2 :]:
-        others = [name for name in known if name != client.name or len(known) > MOST]
-        usual = UsualValues.pool([known[name] for name in others], [counts[name] for name in others])
-        count = counts[client.name] * prod(client.train.shape[1:])
-        if apart := usual.list_apart(known[client.name], count, "at all others"):
-            found[client.name] = data.describe_client(client).preparation.name_features(apart)
-    return found
+    counts = {client.name: len(client.train) for client in data.clients}
+    told: dict[str, list[str]] = {}
+    for name in list(known)[len(known) == 2 :]:
+        others, client = [other for other in known if other != name or len(known) > MOST], data.client(name)
+        usual = UsualValues.pool([known[other] for other in others], [counts[other] for other in others])
+        count = counts[name] * prod(client.train.shape[1:])
+        if apart := usual.list_apart(known[name], count, "at all others"):
+            told[name] = data.describe_client(client).preparation.name_features(apart)
+    return told

@@ -341,8 +341,8 @@ class Federation:
         """Return the federation whose training takes patches of its samples; splits that have patches are unchanged.
 
         Args:
-            size: Size of a patch; one number is for all axes.
-            true_sizes: Size of each row without padding, ``[rows, axes]``, by store; of others, all rows are whole.
+            size: Size of a patch; one number: along all axes.
+            true_sizes: Size of each row without padding, ``[rows, axes]``, by store; other stores have no padding.
             resized: Files are resized to the size of the samples.
 
         Raises:

@@ -230,10 +230,8 @@ class _Array:
 
 
 def _read_numbers(data: Any, dtype: _Dtype, shape: tuple[int, ...], order: str) -> NDArray[Any]:
-    if dtype.dtype == object:
-        flat = np.fromiter(data, object, len(data))
-    else:
-        flat = np.frombuffer(data.encode("latin1") if isinstance(data, str) else data, dtype.dtype)
+    held = data.encode("latin1") if isinstance(data, str) else data
+    flat = np.fromiter(held, object, len(held)) if dtype.dtype == object else np.frombuffer(held, dtype.dtype)
     return flat.reshape(shape, order="F" if order == "F" else "C")
 
 

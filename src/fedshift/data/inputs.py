@@ -27,15 +27,9 @@ Array = NDArray[Any]
 
 def is_mapped(x: object) -> TypeGuard[np.memmap[Any, Any]]:
     """Return whether ``x`` is an array mapped from a file, without changes that exist only in memory."""
-    return (
-        isinstance(x, np.memmap)
-        and getattr(x, "_mmap", None) is not None
-        and x.filename is not None
-        and x.mode != "c"
-        and x.dtype.kind in "uifb"
-        and x.ndim > 0
-        and x.size > 0
-    )
+    if not isinstance(x, np.memmap) or getattr(x, "_mmap", None) is None or x.filename is None or x.mode == "c":
+        return False
+    return x.dtype.kind in "uifb" and x.ndim > 0 and x.size > 0
 
 
 def to_numbers(x: Any, where: str) -> Array:

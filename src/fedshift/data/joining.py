@@ -52,17 +52,18 @@ def join_schema(data: Federation, schema: Schema) -> Federation:
 
 def _match_scale(data: Federation, schema: Schema) -> Federation:
     """Return ``data``, with integers as floats if ``schema`` has floats; refuse samples of another scale."""
-    preparation, ours = schema.preparation, {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
-    for where, split in ours.items():
+    preparation = schema.preparation
+    for where, split in data.named_splits().items():
         if preparation.is_whole and not is_whole(split.store):
-            raise UsageError(f"{where}: {split.dtype} where the run has whole numbers, such as tokens: give those")
+            held = f"{data.name}, {where}: {split.dtype}"
+            raise UsageError(f"{held} where the run has whole numbers, such as tokens: give those")
     if not preparation.is_whole:
         data = data.map_splits(
             lambda split: split.replace(x=map_store(split.store, Tensor.float)) if is_whole(split.store) else split
         )
-        ours = {f"{data.name}, {where}": s for where, s in data.named_splits().items()}
     if preparation.inputs:
         return data
+    ours = {f"{data.name}, {where}": split for where, split in data.named_splits().items()}
     theirs = {f"the run's {'other ' * at}data": kind for at, kind in enumerate(preparation.values)}
     refuse_other_scales(theirs | name_scales(ours), preparation.shape, half=preparation.scaling == HALF)
     return data

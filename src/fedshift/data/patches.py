@@ -47,7 +47,7 @@ Size = tuple[int, ...]
 class Patches:
     """The ``size`` of patches, ``(D, H, W)`` or ``(H, W)``, and the true size of each row of a store.
 
-    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size to which files are resized first; empty: none.
+    ``true_sizes``: int64 ``[rows, axes]``. ``resized``: size of files after resizing; empty: they keep theirs.
     """
 
     size: Size
@@ -86,10 +86,7 @@ class Patches:
         return places
 
     def cut(self, x: Tensor, place: NDArray[np.int64], fill: int | None = None) -> Tensor:
-        """Return a copy of the patch at ``place`` of ``x [..., *axes]``, padded with ``fill``; None: with its lowest.
-
-        The lowest value is that of each channel.
-        """
+        """Return a copy of the patch at ``place`` of ``x [..., *axes]``, padded with ``fill``; None: its lowest."""
         return extend(x[make_box(place.tolist(), self.size)], self.size, fill, x)
 
     def crop(self, x: Tensor, row: int) -> Tensor:

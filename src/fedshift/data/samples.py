@@ -51,7 +51,7 @@ class Samples:
     ``normalization``: scaling of uint8 images when a batch is taken, or how a table's rows were scaled.
     ``group`` (int64 ``[N]``): number of each sample's group (such as a patient), which no split divides, equal only for
     samples of one group in all of a federation; below 0: of a group that only this split has; None: no groups.
-    ``patches``: stored samples and masks are cases, of which a batch takes patches; None: batches take them whole.
+    ``patches``: a batch takes patches of stored samples and masks; None: it takes them whole.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Samples:
         return _mark_ignored(self.take_targets(index, key))
 
     def take_targets(self, index: Tensor | slice, key: Keys = ()) -> Tensor:
-        """Return the targets at ``index`` as they are stored; masks are cut as :meth:`read` cuts their images."""
+        """Return the stored targets at ``index``; masks are cut as :meth:`read` cuts their images."""
         if self.patches is None:
             return self.y[index]
         numbers, places = self._place(index, key)

@@ -277,7 +277,7 @@ class MappedStore(LazyStore):
         arrays: The samples ``[C, *axes]``.
         size: Axes of all samples when they are read; smaller ones end with the lowest value in each channel.
         where: Name of the samples in messages.
-        files: File, or folder of slices, from which each sample was decoded.
+        files: File, or folder of slices, of each sample.
         how: How they were decoded.
         headers: Header of each sample's file, of medical images; None: unknown.
 

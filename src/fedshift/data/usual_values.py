@@ -56,8 +56,8 @@ class UsualValues:
     def measure(cls, x: NDArray[Any], **more: float) -> UsualValues:
         """Return the usual values of samples ``x [N, F, ...]``, in which NaN is a missing value."""
         step = max(1, PIECE // max(1, x[:1].size))
-        parts = [cls._measure_piece(x[start : start + step], **more) for start in range(0, len(x), step)]
-        return cls.pool(parts, [step] * (len(parts) - 1) + [len(x) - step * (len(parts) - 1)])
+        pieces = np.split(x, range(step, len(x), step))
+        return cls.pool([cls._measure_piece(piece, **more) for piece in pieces], list(map(len, pieces)))
 
     @classmethod
     def _measure_piece(cls, x: NDArray[Any], **more: float) -> UsualValues:

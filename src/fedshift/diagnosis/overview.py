@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ..data.checks.findings import Finding, Severity
-from ..data.checks.number_faults import name_features
+from ..data.checks.number_faults import list_features
 from ..data.checks.quality import Quality
 from ..data.checks.survey import survey_splits
 from ..data.federation import PLURALS, ClientData, Federation
@@ -170,7 +170,7 @@ def make_overview(data: Federation, *, pictures: bool = True) -> dict[str, Figur
         figures["samples"] = _draw_sheet(data, classes)
     if dimensions == 1 and not data.inputs:
         trained = [part for part in survey_splits(data) if part.split == "train"]
-        columns = name_features(data) or [f"column {number}" for number in range(data.clients[0].train.shape[0])]
+        columns = list_features(data) or [f"column {number}" for number in range(data.clients[0].train.shape[0])]
         means, stds = (
             pd.DataFrame([getattr(part, name) for part in trained], index=list(data.names), columns=columns)
             for name in ("mean", "std")

@@ -157,11 +157,6 @@ class Search:
         """1 if a higher value of the metric is better, else -1."""
         return -1 if is_lower_better(self.metric) else 1
 
-    @property
-    def widest(self) -> float:
-        """Range of the metric."""
-        return 1.0 if is_share(self.metric) else math.inf
-
     def table(self, rung: int) -> pd.DataFrame:
         """Return the values of a rung that was run, clients x candidates.
 
@@ -244,7 +239,10 @@ class Search:
         """
         table = self.table(rung)
         ours, theirs = (self.sign * table[each.name] for each in (candidate, over or self.find_baseline(rung)))
-        return paired_difference(ours.tolist(), theirs.tolist(), widest=self.widest)
+        return self._compare(ours.tolist(), theirs.tolist())
+
+    def _compare(self, ours: list[float], theirs: list[float]) -> PairedDifference:
+        return paired_difference(ours, theirs, widest=1.0 if is_share(self.metric) else math.inf)
 
     @cached_property
     def expected(self) -> PairedDifference:
@@ -265,7 +263,7 @@ class Search:
             others = table.drop(index=client).mean()
             ours.append(float(table.loc[client, others.idxmax()]))
             theirs.append(float(table.loc[client, others[base].idxmax()]))
-        return paired_difference(ours, theirs, widest=self.widest)
+        return self._compare(ours, theirs)
 
 
 def parse_rates(rates: str | Sequence[float], optimizer: Optimizer) -> tuple[float, ...]:

@@ -130,9 +130,7 @@ def _describe_best(search: Search) -> Iterator[str]:
         yield f"{advice} ({name_metric(search.metric)} {value}); no other method of the last rung does better."
     else:
         yield f"{advice} ({name_metric(search.metric)} {value}; {_name(base)} {other})."
-    yield _describe_gain(search, search.expected, unit)
-    if local and best != local:
-        yield _compare_with_local(search, local, unit)
+    yield from _describe_gains(search, unit)
     yield f"Why {best.method}: {search.reasons[best.method]}."
     if best.method in search.costs and base.method in search.costs and best.method != base.method:
         ratio = search.costs[best.method] / search.costs[base.method]
@@ -143,36 +141,29 @@ def _describe_best(search: Search) -> Iterator[str]:
         yield f"{best.rate:g} is the {end} learning rate that was tried: a {beyond} one may be better (--rates)."
 
 
-def _compare_with_local(search: Search, local: Candidate, unit: Unit) -> str:
-    """Compare the advised method with local training, paired over clients."""
-    gain = search.gain(search.best, -1, local)
-    text = f"Gain over local training ({_name(local)}): {unit.format_signed(gain.mean)} {unit.name}"
-    if math.isnan(gain.low):
-        return f"{text}; no interval can be given for {gain.pairs} clients."
-    text += f", 95 % interval {unit.format_interval(gain.low, gain.high)}, paired over clients."
-    if gain.low <= 0:
-        text += " The interval contains 0: local training, which needs no federation, may do as well."
-    return text
-
-
-def _describe_gain(search: Search, gain: PairedDifference, unit: Unit) -> str:
-    clients = len(search.table(-1))
+def _describe_gains(search: Search, unit: Unit) -> Iterator[str]:
+    """Yield the expected gain over the baseline, and the advised method's over local training, with intervals."""
+    clients, local = len(search.table(-1)), search.find(LOCAL)
     if clients < 2:
-        return f"Only one client has values for every candidate: it cannot show a gain over {search.baseline}."
-    how = "measured at each client for the candidate that is best at the others"
-    mean = f"Expected gain over {search.baseline}: {unit.format_signed(gain.mean)} {unit.name}"
+        yield f"Only one client has values for every candidate: it cannot show a gain over {search.baseline}."
+    else:
+        how = "measured at each client for the candidate that is best at the others"
+        simple = f"{search.baseline}, which is simpler," if search.best.method != search.baseline else ""
+        yield _describe_gain(f"Expected gain over {search.baseline}", how, search.expected, clients, unit, simple)
+    if local and search.best != local:
+        name, gain = f"Gain over local training ({_name(local)})", search.gain(search.best, -1, local)
+        simple = "local training, which needs no federation,"
+        yield _describe_gain(name, "paired", gain, clients, unit, simple)
+
+
+def _describe_gain(name: str, how: str, gain: PairedDifference, clients: int, unit: Unit, simple: str) -> str:
+    """Describe a gain with its interval; ``simple``: what may do as well if that contains 0; empty: nothing."""
+    text = f"{name}: {unit.format_signed(gain.mean)} {unit.name}"
     if math.isnan(gain.low):
-        few = (
-            f"{clients} clients are too few for an interval"
-            if clients < count_needed_seeds(1)
-            else "clients agree too closely for one"
-        )
-        return f"{mean} ({how}); {few}."
-    interval = unit.format_interval(gain.low, gain.high)
-    text = f"{mean}, 95 % interval {interval} over {clients} clients ({how})."
-    if gain.low <= 0 and search.best.method != search.baseline:
-        text += f" The interval contains 0: {search.baseline}, which is simpler, may do as well."
-    return text
+        few = "are too few for an interval" if clients < count_needed_seeds(1) else "agree too closely for one"
+        return f"{text} ({how}); {clients} clients {few}."
+    text += f", 95 % interval {unit.format_interval(gain.low, gain.high)} over {clients} clients ({how})."
+    return text + f" The interval contains 0: {simple} may do as well." * bool(gain.low <= 0 and simple)
 
 
 def describe_plan(search: Search) -> str:

@@ -12,6 +12,7 @@ empty cells; in only one of them, Dice is 0.
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -51,6 +52,8 @@ from .loading import NO_NUMBERS, ExportedModel
 from .package import require_new
 
 TABLE = "cases.csv"
+EVERY = 10.0
+"""Seconds between two writings of the table, so that a killed program leaves most rows."""
 FAR = "warning"
 """Column of rows whose file has values far from the training data's, with the numbers."""
 WRITTEN = "predicted"
@@ -107,6 +110,7 @@ def predict_files(
     out.mkdir(parents=True, exist_ok=True)
     rows: list[Row] = []
     far: dict[Path, str] = {}
+    kept = time.monotonic()
     try:
         for done, file in enumerate(found):
             progress("predictions", done, len(found))
@@ -120,6 +124,9 @@ def predict_files(
                 rows += made
             except (Unreadable, UsageError) as error:
                 rows.append({"file": str(file), "status": str(error).removeprefix(str(file)).lstrip(", ")})
+            if time.monotonic() - kept > EVERY:
+                _write_table(rows, out)
+                kept = time.monotonic()
     finally:
         _write_table(rows, out)
     failed = [f"{row['file']} {row['status']}" for row in rows if row["status"] != WRITTEN]

@@ -55,12 +55,12 @@ class ScaleNorm(_BatchNorm):
     """``weight * x / s`` for ``x [N, F]``: BatchNorm without centering and without shift.
 
     In training ``s`` is the batch's root mean square (``about_mean``: its standard deviation). In evaluation it comes
-    from the last training batch, which for full batches, as in the paper, contains all samples; ``momentum`` below 1
+    from the last training batch, which for full batches, as in the paper, contains all samples; another ``momentum``
     averages over batches as in BatchNorm. ``running_var`` holds its square; ``running_mean`` stays zero.
     """
 
-    def __init__(self, features: int, *, about_mean: bool = False, momentum: float | None = 1.0) -> None:
-        super().__init__(features, eps=1e-12, momentum=momentum)
+    def __init__(self, features: int, *, about_mean: bool = False) -> None:
+        super().__init__(features, eps=1e-12, momentum=1.0)
         self.register_parameter("bias", None)
         self.about_mean = about_mean
 

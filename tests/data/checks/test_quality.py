@@ -16,7 +16,7 @@ from scipy.stats import binomtest
 from fedshift.data.assembly import federation, read_folder
 from fedshift.data.checks.duplicates import find_duplicates
 from fedshift.data.checks.faults import judge_names
-from fedshift.data.checks.quality import check_data, examine, find_errors
+from fedshift.data.checks.quality import check_data, examine, find_faults
 from fedshift.data.checks.survey import survey_splits
 from fedshift.data.columns import Column
 from fedshift.data.digits import digits
@@ -297,7 +297,7 @@ def test_a_verdict_is_not_kept_where_only_a_unit_changed(tmp_path, monkeypatch):
     for factor in (1024, 1):  # powers of 2 scale without rounding
         other = rows.assign(**{name: rows[name] * factor for name in rows if name != "y"})
         data = read(tmp_path / "sites", north=rows, south=other)
-        errors[factor] = data.fingerprint, find_errors(data)
+        errors[factor] = data.fingerprint, find_faults(data)[0]
     assert errors[1024][0] != errors[1][0]
     assert (len(errors[1024][1]), len(errors[1][1])) == (0, 1)
 

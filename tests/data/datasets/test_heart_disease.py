@@ -105,6 +105,7 @@ if (DATA / "heart_disease.npz").is_file():
         assert [len(client.train) + len(client.test) for client in data.clients] == [303, 294, 123, 200]
         flamby = fed_heart_disease(DATA).check()
         assert [len(client.train) + len(client.test) for client in flamby.clients] == [303, 261, 46, 130]
+        assert all(float(client.train.x.mean(dim=0).abs().max()) < 1e-5 for client in flamby.clients)
         sick = [int(torch.cat([client.train.y, client.test.y]).sum()) for client in data.clients]
         with np.load(DATA / "heart_disease.npz") as arrays:
             assert sick == [int((arrays[f"y_{client}"] > 0).sum()) for client in CLIENTS]

@@ -155,7 +155,7 @@ def test_a_window_is_in_the_unit_of_each_frame(tmp_path):
 
 REFUSED = {
     "two slopes": (DEEP, {"RescaleSlope": 1, "RescaleIntercept": 0} | groups(**rescale(3, 0)),
-                   "has the RescaleSlope 3.* in functional groups, and 1.* beside"),
+                   "has the RescaleSlope 3.* in functional groups and 1.* in the file"),
     "a slope alone": (DEEP[0], {"RescaleSlope": 2}, "has a RescaleSlope and not RescaleSlope and RescaleIntercept"),
     "a dose": (DEEP, {"DoseGridScaling": 2e-3}, "is a dose"),
     "real world values": (DEEP, groups(*({"RealWorldValueMappingSequence": map_values(n + 1.0)[0]} for n in range(4))),

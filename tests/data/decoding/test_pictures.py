@@ -18,13 +18,16 @@ REAL = DRAWS.random((6, 5))
 COLOR = DRAWS.integers(0, 256, (6, 5, 3)).astype(np.uint8)
 
 
-def write_tiff(path, pixels, *, photometric=1, bits=None, order="<", big=False, **tags):
+def pack(values, bits):
+    return np.packbits(np.unpackbits(values[..., None], axis=-1)[..., 8 - bits :].reshape(len(values), -1), axis=1)
+
+
+def write_tiff(path, pixels, *, photometric=1, bits=None, order="<", **tags):
     """Write ``[H, W]`` or ``[H, W, C]`` as one strip; ``bits``: of packed samples, whose bytes are given by rows."""
     height, width, channels = (*pixels.shape, 1)[:3]
     content = pixels.astype(pixels.dtype.newbyteorder(order)).tobytes()
     if bits:
-        rows = np.unpackbits(pixels[..., None], axis=-1)[..., 8 - bits :].reshape(height, -1)
-        content = np.packbits(rows, axis=1).tobytes()
+        content = pack(pixels, bits).tobytes()
     kinds = {"u": 1, "i": 2, "f": 3}
     entries = {
         256: (4, [width]), 257: (4, [height]), 258: (3, [bits or 8 * pixels.itemsize] * channels), 259: (3, [1]),
@@ -32,24 +35,17 @@ def write_tiff(path, pixels, *, photometric=1, bits=None, order="<", big=False, 
         339: (3, [kinds[pixels.dtype.kind]] * channels),
     }  # fmt: skip
     entries |= {int(tag.removeprefix("t")): value for tag, value in tags.items()}
-    size, inline = (20, 8) if big else (12, 4)
-    start = (16 if big else 8) + (16 if big else 6) + size * len(entries)
-    directory, extra = b"", b""
+    start, directory, extra = 14 + 12 * len(entries), b"", b""
     for tag, (kind, values) in sorted(entries.items()):
         packed = struct.pack(f"{order}{len(values)}{'HI'[kind == 4]}", *values)
         if tag == 273:
-            packed = b"STRIP"[:4]
-        if len(packed) > inline:
-            extra, packed = extra + packed, struct.pack(f"{order}{'IQ'[big]}", start + len(extra))
-        directory += struct.pack(f"{order}HH{'IQ'[big]}", tag, kind, len(values)) + packed.ljust(inline, b"\0")
+            packed = b"STRI"
+        if len(packed) > 4:
+            extra, packed = extra + packed, struct.pack(f"{order}I", start + len(extra))
+        directory += struct.pack(f"{order}HHI", tag, kind, len(values)) + packed.ljust(4, b"\0")
     directory = directory.replace(b"STRI", struct.pack(f"{order}I", start + len(extra)))
-    mark = b"II" if order == "<" else b"MM"
-    head = (
-        struct.pack(f"{order}HHHQQ", 43, 8, 0, 16, len(entries))
-        if big
-        else struct.pack(f"{order}HIH", 42, 8, len(entries))
-    )
-    path.write_bytes(mark + head + directory + bytes(inline) + extra + content)
+    head = struct.pack(f"{order}HIH", 42, 8, len(entries))
+    path.write_bytes({"<": b"II", ">": b"MM"}[order] + head + directory + bytes(4) + extra + content)
 
 
 def write_png(path, rows, bits, kind=0, chunks=()):
@@ -78,10 +74,6 @@ def png(rows, bits, kind=0, chunks=()):
 
 def text(suffix, content):
     return lambda path: path.with_suffix(suffix).write_bytes(content)
-
-
-def pack(values, bits):
-    return np.packbits(np.unpackbits(values[..., None], axis=-1)[..., 8 - bits :].reshape(len(values), -1), axis=1)
 
 
 def paletted(index, palette):
@@ -115,9 +107,9 @@ SMOOTH = np.add.outer(np.linspace(0, 120, 16), np.linspace(0, 120, 24))[..., Non
 SMALL = DRAWS.integers(0, 4, (6, 8)).astype(np.uint8)
 HALVES = DRAWS.integers(0, 16, (6, 8)).astype(np.uint8)
 SIGNED = DRAWS.integers(0, 128, (6, 5)).astype(np.int8)
-ORDERS = {"TIFF": ("<", False), "TIFF of a big end": (">", False), "BigTIFF": ("<", True)}
+ORDERS = {"TIFF": "<", "TIFF of a big end": ">"}
 CASES = {
-    **{f"{name} of {bits}": (tiff(pixels, order=order, big=big), kind, values) for name, (order, big) in ORDERS.items()
+    **{f"{name} of {bits}": (tiff(pixels, order=order), kind, values) for name, order in ORDERS.items()
        for bits, pixels, kind, values in (
            (8, BYTES, "byte", BYTES), (16, DEEP, "integer", DEEP), (32, REAL.astype(np.float32), "real", REAL))},
     **{f"white is 0 of {bits}": (tiff(pixels, photometric=0, order=order), kind, values)
@@ -251,8 +243,8 @@ def test_a_header_says_that_a_picture_is_turned(tmp_path):
 @pytest.mark.parametrize(
     ("case", "changed"),
     [
-        ("PNG of 16 bits in color", "have 16 bits, of which the upper 8 are read"),
-        ("PNG of 16 bits with alpha", "have 16 bits, of .* read, and may be transparent, and are laid over white"),
+        ("PNG of 16 bits in color", "have 16 bits and are read by the upper 8"),
+        ("PNG of 16 bits with alpha", "have 16 bits and .* upper 8, and may be transparent, and are laid over white"),
         ("inks", "are in CMYK, made RGB without a color profile"),
         ("transparent entry", "may be transparent, and are laid over white"),
         ("PNG of 16 bits", "$"),

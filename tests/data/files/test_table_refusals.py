@@ -45,13 +45,7 @@ def refuse(path, reading=READING) -> str:
         (lines(), "{file} has names of columns but no row"),
         (lines(*ROWS, "x,train,3"), "CSV parse error: Row #6: Expected 4 columns, got 3: x,train,3): it must have"),
         (lines(*ROWS).replace(",a,", ",ill,"), "{file} has two columns 'ill': names must differ"),
-        (lines(*ROWS).replace(",a,", ",,"), "{file}: column 3 has no name ('')"),
         (lines(*ROWS).replace(",a,", ",Unnamed: 0,"), "column 3 has no name ('Unnamed: 0'), and is probably the num"),
-        (
-            "site;part;a;ill\nx;train;1,5;0\nx;train;1.25;1\nx;test;2;0\nx;test;2;1\n",
-            "column 'a' has numbers whose commas and points may mean two things, such as '1,5', '1.25': write all",
-        ),
-        (lines(*ROWS, "x,train,\xff,0").encode("latin-1"), "{file} cannot be read as a table"),
         ("größe,y\n1,0\n2,1\n".encode("latin-1"), "{file} cannot be read as a table"),
         (lines(*ROWS).encode("utf-16"), "{file} cannot be read as a table"),
         ("site,part,ill\nx,train,0\n", "{file} has no column except ill, site, part: a table needs features"),
@@ -60,7 +54,6 @@ def refuse(path, reading=READING) -> str:
         (lines(*ROWS, "x,,1,1"), "{file}, data row 5: no value in column 'part'"),
         (lines(*ROWS, "x,trial,1,1"), "{file}, data row 5: 'trial' in column 'part', the split of rows"),
         (lines(*ROWS, "x,train,-inf,1"), "{file}, data row 5: an infinite value in column 'a' (or one beyond float32)"),
-        (lines(*ROWS, *["y,train,1,1"] * 2), "client 'y' has no sample for test among its 2: its parts must give it"),
         (lines(*ROWS, *["y,val,1,1"] * 2), "client 'y' has no sample for train among its 2"),
         (
             lines(*ROWS, "y,train,1,1", "z,test,1,1"),
@@ -68,7 +61,6 @@ def refuse(path, reading=READING) -> str:
             "train among its 1: its parts must give it some, or leave them out (domains='!y,!z')",
         ),
         (lines(*ROWS, "x,test,1,0.5"), "target 'ill' is 0.5 in some rows, not a whole number, and no class"),
-        (lines(*ROWS, "x,test,1,inf"), "target 'ill' is inf in some rows, not a whole number, and no class"),
         (lines(*(f"x,test,1,{n}" for n in range(101))), "target 'ill' has more than 100 different values (such as 0,"),
         (
             lines(*ROWS, *(f"x,test,word {n:03},1" for n in range(51))),
@@ -77,14 +69,6 @@ def refuse(path, reading=READING) -> str:
         (
             lines(*ROWS, *(f"x,test,{n},1" for n in range(90)), "x,test,12o,1"),
             "{file}, data row 95: column 'a' holds text such as '12o' and more than 50 different values, so it is an",
-        ),
-        (
-            lines(*(f"x,train,2020-01-{n:02},1" for n in range(1, 31))),
-            "column 'a' holds dates or times (such as '2020-01-01', '2020-01-02', '2020-01-03')",
-        ),
-        (
-            lines(*(f"x,train,{n}.12.1999 08:30,1" for n in range(1, 31))),
-            "column 'a' holds dates or times (such as ",
         ),
     ],
 )
@@ -99,18 +83,13 @@ def test_a_table_that_cannot_be_used_is_refused_by_name(tmp_path, content, said)
     [
         ({"target": None}, "say which column holds the label (target); columns are age, site, pain, ill, part"),
         ({"target": "illness"}, "unknown column 'illness': did you mean 'ill'? allowed are age, ill, pain, part, site"),
-        ({"split_column": "fold"}, "unknown column 'fold'"),
-        ({"groups": "patient"}, "unknown column 'patient'"),
         ({"client_column": "sites"}, "unknown column 'sites': did you mean 'site'?"),
-        ({"groups": "ill"}, "column 'ill' is named for 2 purposes"),
         ({"ignore_columns": "age, ill"}, "column 'ill' is named for 2 purposes"),
         ({"ignore_columns": "pains"}, "unknown column 'pains': did you mean 'pain'?"),
         ({"ignore_columns": "age,pain"}, "has no column except ill, site, part, age, pain: a table needs features"),
-        ({"client_column": None}, "holds the client of each row (client_column), or give a directory with a file for"),
         ({"client_column": None}, "perhaps 'site'; columns are age, site, pain, ill, part"),
         ({"split_column": None, "test_fraction": 1.0}, "test_fraction=1: must lie between 0 and 1"),
         ({"split_column": None, "groups": "pain", "test_fraction": 0.0}, "test_fraction=0: must lie between"),
-        ({"split_column": None, "groups": "site"}, "column 'site' is named for 2 purposes"),
     ],
 )
 def test_a_choice_that_does_not_fit_the_table_is_refused(tmp_path, changed, said):

@@ -137,30 +137,30 @@ def test_points_and_commas_that_may_mean_two_things_are_refused(tmp_path, texts,
         read(write(tmp_path, {"v": texts}, sep=sep))
 
 
+COMMAS = ", and a comma in a number is its decimal point"
+
+
 @pytest.mark.parametrize(
     ("suffix", "sep", "texts", "said"),
     [
-        ("csv", ";", ["4,7", "5"], "semicolons separate its columns, and a comma in a number is its decimal point"),
+        ("csv", ";", ["4,7", "5"], f"semicolons separate its columns{COMMAS}"),
         ("csv", ";", ["4.7", "5"], "semicolons separate its columns"),
-        ("csv", ";", ["4,712", "5"], "semicolons separate its columns, and a comma in a number is its decimal point"),
-        ("tsv", "\t", ["4,7", "5"], "tabs separate its columns, and a comma in a number is its decimal point"),
+        ("csv", ";", ["4,712", "5"], f"semicolons separate its columns{COMMAS}"),
+        ("tsv", "\t", ["4,7", "5"], f"tabs separate its columns{COMMAS}"),
         ("csv", "\t", ["4.7", "5"], "tabs separate its columns"),
         ("csv", "|", ["4.7", "5"], "bars separate its columns"),
         ("tsv", ",", ["4.7", "5"], "commas separate its columns"),
     ],
 )
-def test_separators_and_decimal_points_are_found_in_the_file(tmp_path, suffix, sep, texts, said):
-    data = read(write(tmp_path, {"v": texts}, sep=sep, suffix=suffix))
+@pytest.mark.parametrize("before", ["", "sep={}\n", "\ufeffsep={}\n", "# exported\n# by X, Y\n", "\n"])
+def test_separators_decimal_points_and_first_lines_are_found_in_the_file(tmp_path, suffix, sep, texts, said, before):
+    data = read(write(tmp_path, {"v": texts}, sep=sep, suffix=suffix, before=before.format(sep)))
     numbers = [float(text.replace(",", ".")) for text in texts]
     np.testing.assert_array_equal(values(data)[:, 1], np.resize(np.array(numbers, np.float32), 24))
-    assert data.notices == tuple(f"{tmp_path / name}.{suffix}: {said}" for name in "ab")
-
-
-@pytest.mark.parametrize("before", ["sep=;\n", "\ufeffsep=;\n", "# exported\n# by X, Y\n", "\n"])
-def test_what_precedes_the_line_of_names_is_left_out_and_said(tmp_path, before):
-    data = read(write(tmp_path, {"v": [1.5, 2]}, sep=";" if "sep" in before else ",", before=before))
-    assert (data.sample_shape, data.names) == ((2,), ("a", "b"))
-    assert "what precedes its line of names is left out" in data.notices[0]
+    count = before.count("\n")
+    left = f"what precedes its line of names is left out ({count} line{'s' * (count > 1)})"
+    kinds = [left] * bool(before) + [said]
+    assert data.notices == tuple(f"{tmp_path / name}.{suffix}: {kind}" for name in "ab" for kind in kinds)
 
 
 def test_points_between_thousands_are_known_from_another_column_of_the_file(tmp_path):

@@ -8,7 +8,7 @@ its ROC curve (Hanley and McNeil 1982, doi:10.1148/radiology.143.1.7063747) hard
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pandas as pd
@@ -31,18 +31,6 @@ MOST_ROWS = 20_000
 """Maximum number of a client's rows to look at, evenly spaced."""
 AREA, RANKS = 0.99, 0.999
 """Least area under the ROC curve of two classes, and least rank correlation with a number, of such a column."""
-
-
-class _Tally(NamedTuple):
-    """Counts for a column and the classes of one client.
-
-    ``wrong``: samples that it gets wrong. ``others``: samples outside of the most frequent class. ``area``: under the
-    ROC curve of two classes.
-    """
-
-    wrong: float
-    others: int
-    area: float = 0.5
 
 
 def judge_leaks(data: Federation) -> Iterator[Finding]:
@@ -70,15 +58,14 @@ def judge_leaks(data: Federation) -> Iterator[Finding]:
         yield make_finding("leak", f"Columns that alone all but determine the target: {join_some(found)}.", data.names)
 
 
-def _describe_classes(clients: Sequence[_Tally]) -> str:
+def _describe_classes(clients: Sequence[Floats]) -> str:
     """Return how well a column separates the classes, in words; empty if not almost perfectly."""
-    wrong, others = sum(each.wrong for each in clients), sum(each.others for each in clients)
+    wrong, others, areas = np.sum(clients, axis=0) if clients else np.zeros(3)
     if others < LEAST:
         return ""
     if wrong <= WRONG * others:
         return f"it misses the classes of {wrong:,.0f} samples" if wrong else "it gives the class of each sample"
-    area = sum(each.area * each.others for each in clients) / others
-    area = max(area, 1 - area)
+    area = max(areas / others, 1 - areas / others)
     return f"area under the ROC curve {area:.4f}" if area >= AREA else ""
 
 
@@ -88,8 +75,10 @@ def _describe_ranks(clients: Sequence[Mapping[str, float]]) -> str:
     return ", ".join(f"rank correlation with {name!r} of {r:.4f}" for name, r in least.items() if r >= RANKS)
 
 
-def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
-    """Count samples whose class does not follow from their value, and measure the area of two classes.
+def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> Floats:
+    """Count samples whose class does not follow from their value, and those outside of the most frequent class.
+
+    The third number is the area under the ROC curve of two classes, times the second number.
 
     Samples of one value should have one class. With ``ordered`` values, each class should also be an interval; else a
     value that occurs once means nothing.
@@ -101,14 +90,14 @@ def _tally_classes(values: Floats, y: Ints, *, ordered: bool) -> _Tally:
     most, sizes = np.maximum.reduceat(counts, first), np.add.reduceat(counts, first)
     wrong, others = float((sizes - most).sum()), int(len(y) - np.bincount(label).max())
     if not ordered:
-        return _Tally(wrong=wrong + float((sizes == 1).sum()), others=others)
+        return np.array([wrong + (sizes == 1).sum(), others, others / 2])
     usual = (pairs % len(classes))[np.lexsort((-counts, pairs // len(classes)))][first]
     wrong += max(0, int(np.count_nonzero(np.diff(usual))) - len(classes) + 1) / 2
     area, count = 0.5, int(label.sum())
     if len(classes) == 2:
         ranks = float(pd.Series(values).rank()[label == 1].sum())
         area = (ranks - count * (count + 1) / 2) / (count * (len(label) - count))
-    return _Tally(wrong=wrong, others=others, area=area)
+    return np.array([wrong, others, area * others])
 
 
 def _correlate(values: Floats, y: Floats) -> float:

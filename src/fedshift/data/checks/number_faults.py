@@ -27,7 +27,7 @@ TARGET_RATIO = 10.0
 """Numeric targets may have other units where their interquartile ranges differ by more than this factor."""
 
 
-def name_features(data: Federation) -> list[str]:
+def list_features(data: Federation) -> list[str]:
     """Return the column of each feature of a table, and for a column of text the category; empty for other data.
 
     For several inputs, the name and the place of each value.

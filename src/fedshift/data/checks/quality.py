@@ -47,7 +47,7 @@ def examine(data: Federation) -> Quality:
 
     Values of several inputs are not compared, column by column.
     """
-    surveys, names = survey_splits(data), number_faults.name_features(data)
+    surveys, names = survey_splits(data), number_faults.list_features(data)
     targets = [split.y for client in data.clients for split in client.splits.values()]
     findings = [
         *faults.judge_reading(data),
@@ -80,27 +80,25 @@ def _summarize(data: Federation, part: SplitSurvey, y: Tensor) -> dict[str, Any]
     }  # fmt: skip
 
 
-def find_errors(data: Federation) -> tuple[str, ...]:
-    """Return the errors of :func:`examine` that do not keep a run from starting, one sentence each.
+def find_faults(data: Federation) -> tuple[list[str], list[str]]:
+    """Return the errors of :func:`examine` that do not keep a run from starting, and warnings that its start says.
 
     Samples are read once, without statistics, and the result is cached on this machine for the same data; lazy samples
     are not read.
     """
-    found = (*faults.judge_reading(data), *faults.judge_names(data), *faults.judge_groups(data))
-    return (*(each.text for each in found if each.severity == "error"), *find_copies(data)["error"])
+    judged = (*faults.judge_reading(data), *faults.judge_names(data), *faults.judge_groups(data))
+    numbers = (*number_faults.judge_numbers(data), *judge_leaks(data))
+    warned = [f"{each.text} {each.fix}" for each in numbers if each.kind in ("far", "target-units", "leak")]
 
-
-def find_copies(data: Federation) -> dict[str, list[str]]:
-    """Return sentences on copies for the start of a run: errors, and warnings of test samples in training data."""
-
-    def find() -> dict[str, list[str]]:
+    def find_copies() -> dict[str, list[str]]:
         found = list(judge_duplicates(data, survey_splits(data, statistics=False)))
         told = [f"{each.text} {each.fix}" for each in found if (each.kind, each.severity) == ("leakage", "warning")]
         return {"error": [each.text for each in found if each.severity == "error"], "warning": told}
 
-    if data.lazy:
-        return {"error": [], "warning": []}
-    return cached_measurement("checks.json", (data.fingerprint, find_newest_source()), find)
+    copies: dict[str, list[str]] = {"error": [], "warning": []}
+    if not data.lazy:
+        copies = cached_measurement("checks.json", (data.fingerprint, find_newest_source()), find_copies)
+    return [*(each.text for each in judged if each.severity == "error"), *copies["error"]], warned + copies["warning"]
 
 
 def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | None) -> Federation:
@@ -111,10 +109,7 @@ def check_data(data: Federation, choice: Literal["refuse", "warn", "ignore"] | N
     """
     if choice == "ignore":
         return _add_notices(data, data.faults)
-    errors = find_errors(data)
-    judged = (*number_faults.judge_numbers(data), *judge_leaks(data))
-    told = [f"{each.text} {each.fix}" for each in judged if each.kind in ("far", "target-units", "leak")]
-    told += find_copies(data)["warning"]
+    errors, told = find_faults(data)
     if not errors:
         return _add_notices(data, told)
     data = replace(data, notices=drop_said(data.notices, errors))

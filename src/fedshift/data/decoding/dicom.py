@@ -8,8 +8,7 @@ along the normal, too, if it has their positions.
 
 Stored numbers become values, frame by frame, by a palette (C.7.6.3.1.5), a Modality LUT, or slope and intercept
 (C.11.1), of the frame's functional groups or of the file. Slopes of 0, unless the stored numbers are equal, doses,
-Real World Value Mappings (C.7.6.16.2.11) alone, and what else this module does not understand, are refused by the
-attribute.
+Real World Value Mappings (C.7.6.16.2.11) without these, and what this module does not understand are refused by name.
 """
 
 from __future__ import annotations
@@ -257,7 +256,7 @@ def _apply_modality(found: Any, numbers: Array, frame: int) -> Array:
     for name, value in known.items():
         if found.get(name) not in (None, value):
             raise Unreadable(
-                f"has the {name} {value} in functional groups, and {found.get(name)} beside: export it again"
+                f"has the {name} {value} in functional groups and {found.get(name)} in the file: export it again"
             )
     slope, intercept = (float(known.get(name, one)) for name, one in zip(_RESCALE, (1, 0), strict=True))
     if not (math.isfinite(slope) and math.isfinite(intercept)) or (slope == 0 and np.ptp(numbers)):

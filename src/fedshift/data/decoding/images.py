@@ -142,7 +142,7 @@ def read_header(file: Path) -> Header:
 def _list_changes(image: Image.Image) -> Iterator[str]:
     """Yield how the colors of an opened ``image`` are read otherwise than they are stored."""
     if find_kind(image) == "byte" and ";16" in _find_encoding(image):
-        yield "have 16 bits, of which the upper 8 are read"
+        yield "have 16 bits and are read by the upper 8"
     if image.mode in ("CMYK", "LAB"):
         yield f"are in {image.mode}, made RGB without a color profile"
     if _is_transparent(image):
@@ -214,7 +214,7 @@ def _open_image(file: Path) -> Iterator[Image.Image]:
 
 
 def _describe_depth(file: Path) -> str:
-    """Return in words that Pillow does not read pixels of the depth of a TIFF file; empty: it is no such file."""
+    """Return in words that Pillow does not read pixels of the depth of a TIFF file; empty: another file."""
     with open_regular(file) as stream, suppress(Exception):  # a damaged file
         tags = ImageFileDirectory_v2(stream.read(8))
         stream.seek(tags.next)

@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
-from ...utils.errors import Ref, UsageError
+from ...utils.errors import UsageError
 from ...utils.words import Information, join_some
 from ..decoding.dicom import DICOM, holds_slices, is_dicom
 from ..decoding.images import SUFFIXES
@@ -70,17 +70,6 @@ def choose_folders(path: Path, reading: ReadOptions) -> dict[str, Path]:
     if all(name.lower() in PARTS for name in names):
         raise UsageError(f"{path} holds {', '.join(names)}, but no folder of a client: {LAYOUT}")
     return {name: path / name for name in names}
-
-
-def refuse_broken(path: Path, broken: Mapping[str, str], count: int, reading: ReadOptions) -> None:
-    """Raise :class:`UsageError` if some of ``count`` files are ``broken``, unless they are to be skipped."""
-    if broken and reading.on_unreadable == "refuse":
-        raise UsageError(
-            f"{len(broken)} of {count} files cannot be read: "
-            f"{join_some(f'{path / file}: {why}' for file, why in broken.items())}; "
-            "repair or remove them, or leave them out ({})",
-            Ref(on_data_error="warn"),
-        )
 
 
 def find_content(source: object) -> str:

@@ -339,10 +339,8 @@ def hold_all_clients(data: Any, reading: ReadOptions) -> bool:
     Raises :class:`UsageError` if no option names its column of clients, or one is named for a dictionary by client, or
     a client is named by something else than a text.
     """
-    parts = data.values() if isinstance(data, Mapping) else [data]
-    whole = (not isinstance(data, Mapping) or (bool(data) and set(data) <= set(SPLITS))) and all(
-        is_table(part) or is_hub_dataset(part) for part in parts
-    )
+    parts = data if isinstance(data, Mapping) else {"train": data}
+    whole = bool(parts) and set(parts) <= set(SPLITS) and all(is_table(x) or is_hub_dataset(x) for x in parts.values())
     if whole and reading.client_column is None and reading.schema is None:
         raise UsageError(
             f"data is one {type(data).__name__} of all clients: say which column holds the client of each row "

@@ -125,8 +125,14 @@ class Folders:
 
     def refuse_broken(self, broken: Mapping[str, str], reading: ReadOptions) -> None:
         """Raise :class:`UsageError` if some files are ``broken``, unless they are to be left out."""
-        count = sum(len(client.files) for client in self.clients.values())
-        listing.refuse_broken(self.path, broken, count, reading)
+        if broken and reading.on_unreadable == "refuse":
+            count = sum(len(client.files) for client in self.clients.values())
+            raise UsageError(
+                f"{len(broken)} of {count} files cannot be read: "
+                f"{join_some(f'{self.path / file}: {why}' for file, why in broken.items())}; "
+                "repair or remove them, or leave them out ({})",
+                Ref(on_data_error="warn"),
+            )
 
     def count_channels(self, client: Client) -> int:
         """Return the number of channels of a client's images, or of all medical images."""

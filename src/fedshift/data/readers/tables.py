@@ -13,7 +13,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain
 from pathlib import Path
@@ -220,7 +220,7 @@ class Cells:
 
     Attributes:
         name: Name of the column.
-        numbers: Number of each cell, float64 ``[N]``; NaN where it is missing or a word.
+        numbers: Number of each cell, float64 ``[N]``; NaN where it is missing or a word. True is 1, and false 0.
         texts: Distinct texts; none if no cell is a word.
         place: Index in ``texts`` of each cell ``[N]``; -1 where it is missing, or a number by its file's declared type.
         typed: Whether a file declares the column as numbers.
@@ -233,23 +233,20 @@ class Cells:
     name: str
     numbers: Numbers
     texts: Sequence[str] = ()
-    place: Ints = field(default_factory=lambda: np.empty(0, np.intp))
+    place: Ints
     typed: bool
     declared: bool
     numerals: Sequence[Numerals] = ()
     where: Callable[[Ints], str]
 
-    def find(self, words: Container[str], *, within: bool = True) -> Ints:
-        """Return the rows whose text, in lower case, is one of ``words``, or is none of them and no number."""
-        if not self.texts:
-            return np.empty(0, np.intp)
-        chosen = np.array([*((text.lower() in words) == within for text in self.texts), False])[self.place]
-        return np.flatnonzero(chosen if within else chosen & np.isnan(self.numbers))
+    def find(self, words: Container[str]) -> Ints:
+        """Return the rows whose text, in lower case, is one of ``words``."""
+        return np.flatnonzero(np.array([*(text.lower() in words for text in self.texts), False])[self.place])
 
     @cached_property
     def odd(self) -> Ints:
         """Rows of words that are neither true, false nor codes for a missing value."""
-        return self.find((*TRUTHS, *CODES), within=False)
+        return np.setdiff1d(np.flatnonzero((self.place >= 0) & np.isnan(self.numbers)), self.find(CODES))
 
     @cached_property
     def truths(self) -> Ints:
@@ -280,16 +277,12 @@ class Cells:
         if column.categories is not None:
             known = {category: float(number) for number, category in enumerate(column.categories)}
             return np.array([*(known.get(text, np.nan) for text in self.texts), np.nan])[self.place]
-        numbers = self.numbers
-        if len(self.truths):
-            truths = np.array([*(TRUTHS.get(text.lower(), np.nan) for text in self.texts), np.nan])[self.place]
-            numbers = np.where(np.isnan(numbers), truths, numbers)
-        if len(infinite := np.flatnonzero(np.abs(numbers) > np.finfo(np.float32).max)):
+        if len(infinite := np.flatnonzero(np.abs(self.numbers) > np.finfo(np.float32).max)):
             raise UsageError(
                 f"{self.where(infinite)}: an infinite value in column {self.name!r} (or one beyond float32): correct "
                 "it, or leave it empty to have it imputed"
             )
-        return numbers
+        return self.numbers
 
 
 def spread(values: Numbers, column: Column) -> Numbers:
@@ -330,7 +323,7 @@ def _read_cells(name: str, rows: TableRows, known: Column | None = None) -> Cell
     if not declared and (known is None or known.categories is None):
         plain = [values for cells, table in pairs if (values := _read_plain(cells, table.decimal)) is not None]
         if len(plain) == len(pairs):
-            return Cells(numbers=np.concatenate(plain), **told)
+            return Cells(numbers=np.concatenate(plain), place=np.full(sum(map(len, plain)), -1), **told)
     numbers, distinct, places, numerals = zip(
         *(_read_words(cells, table.decimal) for cells, table in pairs), strict=True
     )
@@ -381,21 +374,21 @@ def _read_words(cells: pa.ChunkedArray, decimal: Any) -> tuple[Numbers, list[str
     """Return cells' numbers, NaN where there is none, distinct texts, each cell's place among them, and the rule."""
     if not (is_text(cells.type) or pa.types.is_boolean(cells.type)):
         numbers = _to_float64(cells)
-        known = {f"{number:g}": number for number in numbers[~np.isnan(numbers)][:1].tolist()}
-        return numbers, [], np.full(len(cells), -1), Numerals(known)
+        first = {f"{number:g}": number for number in numbers[~np.isnan(numbers)][:1].tolist()}
+        return numbers, [], np.full(len(cells), -1), Numerals(first)
     encoded = clean_texts(cells).combine_chunks().dictionary_encode()
     distinct = list(map(clean_name, encoded.dictionary.to_pylist()))
     numerals = read_numerals([text for text in distinct if text.lower() not in (*CODES, *TRUTHS)], decimal)
     place = encoded.indices.fill_null(-1).to_numpy(zero_copy_only=False).astype(np.intp)
-    return np.array([*(numerals.numbers.get(t, np.nan) for t in distinct), np.nan])[place], distinct, place, numerals
+    known = [numerals.numbers.get(text, TRUTHS.get(text.lower(), np.nan)) for text in distinct]
+    return np.array([*known, np.nan])[place], distinct, place, numerals
 
 
 def infer_column(seen: Cells) -> tuple[Column, str]:
     """Return a column's encoding and a notice (may be empty); raise :class:`UsageError` if it cannot be encoded."""
-    _refuse_doubt(seen)
-    name, numeric = seen.name, seen.typed or len(seen.truths) > 0 or not np.isnan(seen.numbers).all()
+    name, unit, numeric = seen.name, _find_unit(seen), seen.typed or not np.isnan(seen.numbers).all()
     if not seen.texts or (not len(seen.odd) and numeric and not seen.declared):
-        return Column(name=name, unit=_find_unit(seen)), _describe_numerals(seen)
+        return Column(name=name, unit=unit), _describe_numerals(seen)
     odd = seen.list_texts(seen.odd) or list(seen.counts)
     where, shown = f"{seen.where(seen.odd[:1])}: " if len(seen.odd) else "", ", ".join(map(repr, odd[:3]))
     if are_dates({text: count for text, count in seen.counts.items() if text.lower() not in CODES}):
@@ -457,20 +450,17 @@ def _find_compact_date(numbers: Numbers) -> str:
     return f"{known[0]:.0f}" if dates.all() else ""
 
 
-def _refuse_doubt(seen: Cells) -> None:
-    """Raise :class:`UsageError` if a column's texts may be two numbers each."""
-    for doubt in filter(None, (each.doubt for each in seen.numerals if not seen.declared)):
+def _find_unit(seen: Cells) -> str:
+    """Return the unit of a column's texts; refuse several, and texts that may be two numbers each."""
+    rules = [] if seen.declared else seen.numerals
+    for doubt in filter(None, (each.doubt for each in rules)):
         signed = list(dict.fromkeys([doubt, *(text for text in seen.counts if re.search("[.,]", text))]))
         raise UsageError(
             f"{seen.where(seen.find([doubt.lower()])[:1])}: column {seen.name!r} has numbers whose commas and points "
             f"may mean two things, such as {', '.join(map(repr, signed[:3]))}: write all decimals in one way, and no "
             "thousands separators"
         )
-
-
-def _find_unit(seen: Cells) -> str:
-    """Return the unit of a column's texts; refuse several."""
-    units = {each.unit: next(iter(each.numbers)) for each in seen.numerals if each.numbers}
+    units = {each.unit: next(iter(each.numbers)) for each in rules if each.numbers}
     if len(units) > 1:
         raise UsageError(
             f"column {seen.name!r} holds {' and '.join(map(repr, units.values()))} in two files: give one unit in all"
@@ -513,7 +503,7 @@ def match_column(column: Column, seen: Cells, other: str) -> tuple[Numbers, list
 def _refuse_other_numbers(column: Column, seen: Cells, other: str) -> None:
     """Raise :class:`UsageError` unless cells are numbers as those of ``column`` in ``other`` are."""
     have = f"column {column.name!r} holds"
-    _refuse_doubt(seen)
+    unit = _find_unit(seen)
     if len(seen.truths) and column.holds == "numbers":
         raise UsageError(
             f"{seen.where(seen.truths[:1])}: {have} True or False, but numbers other than 0 and 1 in {other}: give the "
@@ -524,7 +514,7 @@ def _refuse_other_numbers(column: Column, seen: Cells, other: str) -> None:
             f"{seen.where(seen.odd[:1])}: {have} text such as {seen.list_texts(seen.odd)[0]!r}, but numbers in "
             f"{other}: make it numbers, empty where there is none"
         )
-    if (unit := _find_unit(seen)) not in ("", column.unit):
+    if unit not in ("", column.unit):
         raise UsageError(f"{have} numbers in {unit}, but in {column.unit or 'no unit'} in {other}: give the same unit")
 
 
@@ -715,40 +705,35 @@ def _prepare_clients(
     reading: ReadOptions, divide: Divide,
 ) -> Decoded:  # fmt: skip
     """Return the features of each client's rows, float32 ``[N, D]``, filled and scaled by its training rows."""
-    made, filled, empty, coarse = [], list[str](), dict[str, list[str]](), dict[str, None]()
+    made = dict[str, PreparedRows]()
     trained = np.split(divide(()) == "train", np.cumsum([len(here) for here in places.values()])[:-1])
     for (client, here), training in zip(places.items(), trained, strict=True):
         x = np.concatenate([spread(own[here], column) for own, column in zip(values, columns, strict=True)], axis=1)
-        if reading.missing == "refuse":
-            _refuse_missing(client, x, columns)
-        made.append(prepare_rows(
+        if reading.missing == "refuse" and np.isnan(x).any():
+            raise _refuse_missing(client, x, columns)
+        made[client] = prepare_rows(
             x, np.flatnonzero(training), columns, scaled=reading.scaling == "client",
             locate=partial(_locate_row, rows, here),
-        ))  # fmt: skip
-        filled += [f"{client} {made[-1].filled}"] if made[-1].filled else []
-        coarse |= dict.fromkeys(made[-1].coarse)
-        for name in made[-1].empty:
-            empty.setdefault(name, []).append(client)
-    notices = [
-        f"column {column!r} has no value in the training rows of {join_some(map(repr, clients))}: it is 0 in all "
-        "their rows"
-        for column, clients in empty.items()
-    ]
-    if filled:
-        notices.append(
-            "missing values imputed from each client's own training rows (median, or most frequent category): "
-            + join_some(filled)
-        )
-    if coarse:
-        notices.append(LOST.format(join_some(map(repr, coarse))))
+        )  # fmt: skip
+    empty = dict.fromkeys(name for each in made.values() for name in each.empty)
+    lacking = {name: join_some(repr(client) for client in made if name in made[client].empty) for name in empty}
+    filled = join_some(f"{client} {each.filled}" for client, each in made.items() if each.filled)
+    coarse = join_some(dict.fromkeys(repr(name) for each in made.values() for name in each.coarse))
+    imputed = "missing values imputed from each client's own training rows (median, or most frequent category): "
+    notices = (
+        *(f"column {name!r} has no value in the training rows of {clients}: it is 0 in all their rows"
+          for name, clients in lacking.items()),
+        *([imputed + filled] if filled else []),
+        *([LOST.format(coarse)] if coarse else []),
+    )  # fmt: skip
     return Decoded(
-        stores=[torch.from_numpy(prepared.x) for prepared in made], columns=columns, notices=tuple(notices),
-        scalings=[prepared.scaling for prepared in made],
+        stores=[torch.from_numpy(each.x) for each in made.values()], columns=columns, notices=notices,
+        scalings=[each.scaling for each in made.values()],
     )  # fmt: skip
 
 
 def _locate_row(rows: TableRows, here: Ints, row: int) -> str:
-    return rows.locate(rows.read[here[row : row + 1]])
+    return rows.locate(rows.read[here[[row]]])
 
 
 def read_rows(path: Path, columns: Sequence[Column], other: str) -> Numbers:
@@ -850,16 +835,15 @@ def _list_rows(rows: TableRows, places: Mapping[str, Ints], reading: ReadOptions
     )
 
 
-def _refuse_missing(client: str, x: Numbers, columns: Sequence[Column]) -> None:
-    for column, span in feature_slices(columns):
-        missing = int(np.isnan(x[:, span.start]).sum())
-        if missing:
-            raise UsageError(
-                f"client {client!r} has no value of {column.name!r} in {missing} of {len(x)} rows: fill them in, "
-                "leave the column out ({}), or have them imputed from the client's training rows ({})",
-                Ref(ignore_columns=column.name),
-                Ref(missing="impute"),
-            )
+def _refuse_missing(client: str, x: Numbers, columns: Sequence[Column]) -> UsageError:
+    missing = ((column.name, int(np.isnan(x[:, span.start]).sum())) for column, span in feature_slices(columns))
+    name, count = next(pair for pair in missing if pair[1])
+    return UsageError(
+        f"client {client!r} has no value of {name!r} in {count} of {len(x)} rows: fill them in, leave the column out "
+        "({}), or have them imputed from the client's training rows ({})",
+        Ref(ignore_columns=name),
+        Ref(missing="impute"),
+    )
 
 
 # Roles
@@ -951,25 +935,27 @@ def _describe_candidates(names: Sequence[str], usual: Sequence[str]) -> str:
 
 def _choose_features(table: Table, reading: ReadOptions) -> list[str]:
     """Return the names of the inputs, in the order of the data that these join; raise :class:`UsageError` if odd."""
-    roles, ignored, schema = reading.role_columns, reading.ignored, reading.schema
-    features = [name for name in table.names if name not in roles and name not in ignored]
+    others = [*reading.role_columns, *reading.ignored]
+    features = [name for name in table.names if name not in others]
     if not features:
-        raise UsageError(f"{table.path} has no column except {', '.join([*roles, *ignored])}: a table needs features")
-    if schema and schema.only is not None:
-        for name in schema.only:
-            if name not in features:
-                raise UsageError(f"{table.path} has no column {name!r} for inputs: columns are {', '.join(features)}")
-        features = [name for name in features if name in schema.only]
-    theirs = [column.name for column in schema.columns] if schema else []
-    if not schema or not theirs or sorted(theirs) == sorted(features):
-        return theirs or features
-    lacking = ", ".join(repr(name) for name in theirs if name not in features)
-    further = ", ".join(repr(name) for name in features if name not in theirs)
-    said = [f"has no {lacking}"] * bool(lacking) + [f"has {further} besides"] * bool(further)
-    raise UsageError(
-        f"{table.path} does not have the columns of {schema.name!r}, the data that it joins: it {' and '.join(said)}. "
-        "Name columns alike, leave out what is too much, and add what is missing (empty where it was not measured)"
-    )
+        raise UsageError(f"{table.path} has no column except {', '.join(others)}: a table needs features")
+    only = features if reading.schema is None or reading.schema.only is None else reading.schema.only
+    if lacking := [name for name in only if name not in features]:
+        raise UsageError(f"{table.path} has no column {lacking[0]!r} for inputs: columns are {', '.join(features)}")
+    features = [name for name in features if name in only]
+    if not reading.schema or not reading.schema.columns:
+        return features
+    theirs = [column.name for column in reading.schema.columns]
+    lacking = [repr(name) for name in theirs if name not in features]
+    further = [repr(name) for name in features if name not in theirs]
+    if lacking or further:
+        said = [f"has no {', '.join(lacking)}"] * bool(lacking) + [f"has {', '.join(further)} besides"] * bool(further)
+        raise UsageError(
+            f"{table.path} does not have the columns of {reading.schema.name!r}, the data that it joins: it "
+            f"{' and '.join(said)}. Name columns alike, leave out what is too much, and add what is missing (empty "
+            "where it was not measured)"
+        )
+    return theirs
 
 
 # Targets
@@ -1002,7 +988,6 @@ def _read_targets(
                 "correct it, or name another column ({})",
                 Ref("target"),
             )
-        _refuse_doubt(seen)
         read.append(seen.read_values(Column(name=name, unit=_find_unit(seen))))
         notices += filter(None, [_describe_numerals(seen)])
         notices += [LOST.format(repr(name))] if _loses_digits(read[-1], read[-1].astype(np.float32)) else []
