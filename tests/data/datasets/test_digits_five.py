@@ -1,6 +1,7 @@
-"""Digits-Five: the authors' partitions, drawn from the publishers' files."""
+"""Digits-Five: the authors' partitions, and the same partitions drawn from the publishers' files."""
 
 import os
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +50,27 @@ def test_the_draw_from_the_files_is_that_of_the_authors_script(tmp_path, place, 
             assert np.array_equal(split.x.numpy(), x[rows])
             assert np.array_equal(split.y.numpy(), y[rows])
     assert data.fit_images().check().sample_shape == (3, 28, 28)
+
+
+def test_the_authors_partitions_are_read_in_their_order_and_run_no_code(tmp_path):
+    data = arrays("usps")
+    folder = tmp_path / "USPS" / "partitions"
+    folder.mkdir(parents=True)
+    (folder.parent / "test.pkl").write_bytes(pickle.dumps((data["x_test"], data["y_test"]), 4))
+    for number in range(10):
+        chosen = slice(9 * number, 9 * number + 9)
+        parts = data["x_train"][chosen], data["y_train"][chosen]
+        (folder / f"train_part{number}.pkl").write_bytes(pickle.dumps(parts, 4))
+    (usps,) = digits_five(tmp_path, domains=["usps"], samples=20).clients
+    assert np.array_equal(usps.train.x[:, 0].numpy(), data["x_train"][:20])
+    assert np.array_equal(usps.train.y.numpy(), data["y_train"][:20])
+    assert np.array_equal(usps.test.x[:, 0].numpy(), data["x_test"])
+    (folder / "train_part4.pkl").write_bytes(pickle.dumps(data["x_train"], 4))
+    with pytest.raises(UsageError, match=r"train_part4.pkl does not hold images and labels"):
+        digits_five(tmp_path, domains=["usps"])
+    (folder / "train_part4.pkl").write_bytes(b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(UsageError, match=r"train_part4.pkl calls for os.system"):
+        digits_five(tmp_path, domains=["usps"])
 
 
 def test_domains_choose_and_order(tmp_path):

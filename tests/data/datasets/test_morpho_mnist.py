@@ -1,5 +1,8 @@
 """Morpho-MNIST: what each perturbation does to strokes, and how digits are shared out among the clients."""
 
+import gzip
+import struct
+
 import numpy as np
 import pytest
 import torch
@@ -182,6 +185,23 @@ def test_samples_are_the_first_of_a_clients_share(root):
         assert torch.equal(one.test.x, other.test.x)
 
 
+def write_idx(folder, images, labels):
+    folder.mkdir()
+    for part, chosen in (("train", slice(0, 40)), ("t10k", slice(40, None))):
+        for name, array in (("images-idx3", images[chosen]), ("labels-idx1", labels[chosen].astype(np.uint8))):
+            head = struct.pack(f">4B{array.ndim}I", 0, 0, 8, array.ndim, *array.shape)
+            (folder / f"{part}-{name}-ubyte.gz").write_bytes(gzip.compress(head + array.tobytes()))
+
+
+def test_published_images_are_taken_where_they_are_there(root):
+    write_idx(root / "thic", 255 - DIGITS, LABELS)
+    made, published = (morpho_mnist(root, domains=domains) for domains in (["thin", "plain"], ["thick", "plain"]))
+    assert torch.equal(made.client("plain").train.x, published.client("plain").train.x)
+    assert positions(published.client("thick").train, 255 - DIGITS[:40]) == positions(
+        made.client("thin").train, changed(DIGITS[:40], "thin")
+    )
+
+
 def test_other_choices_are_refused(root):
     with pytest.raises(UsageError, match="unknown value of domains 'swell': did you mean 'swollen'"):
         morpho_mnist(root, domains=["swell"])
@@ -189,5 +209,5 @@ def test_other_choices_are_refused(root):
         morpho_mnist(root, domains=["thin", "thin"])
     with pytest.raises(UsageError, match="samples=21: 'thin' has 20 training digits"):
         morpho_mnist(root, domains=["thin", "plain"], samples=21)
-    with pytest.raises(UsageError, match=r"benchmark 'morpho-mnist' is not in .*MNIST \(see mnist\)"):
+    with pytest.raises(UsageError, match=r"benchmark 'morpho-mnist' is not in .*MNIST \(see mnist\), or the published"):
         morpho_mnist(root / "elsewhere")
