@@ -22,7 +22,7 @@ from ..utils.words import join_some
 NUMBERED = re.compile(r"([^0-9]*)0*([0-9]+)(?:\.0+)?")
 """A name that is a number, or ends with its only one."""
 GAP = re.compile(r"(?<=[^\W\d_])[-_ ]+(?=[^\W\d_])|(?<![0-9]) | (?![0-9])")
-"""What counts for nothing between words; 1 12 and 11 2 are two names, and so are A- and A."""
+"""Separators of words, which distinguish no names; 1 12 and 11 2 are two names, and so are A- and A."""
 DIFFER = "differ only in case, spaces, hyphens, zeros or codes of characters"
 
 

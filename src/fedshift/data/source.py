@@ -1,4 +1,4 @@
-"""What a reader returns before any sample is decoded: clients, splits, targets and groups of its samples.
+"""Sources of data before any sample is decoded: clients, splits, targets and groups of samples.
 
 A reader finds its rows first, and decodes them once the training samples are known
 (:func:`fedshift.data.assembly.assemble`), because only they decide which files are left out, and how values are scaled.
@@ -66,7 +66,7 @@ class ReadOptions(DataSpec):
 
     @classmethod
     def from_spec(cls, spec: DataSpec, **facts: Any) -> Self:
-        """Return the settings of ``spec``, with ``facts`` by name, among them a task as it is to be."""
+        """Return the settings of ``spec``, with ``facts`` by name, such as the parsed task."""
         own = {field.name: getattr(spec, field.name) for field in fields(DataSpec)}
         return cls(**(own | facts))
 
@@ -152,7 +152,7 @@ class Decoded:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Source:
-    """What a reader found.
+    """A source of data, as a reader found it.
 
     Attributes:
         name: Name of the data.
@@ -191,7 +191,7 @@ class Reader(Protocol):
     """A module of :mod:`fedshift.data.readers`."""
 
     holds: str
-    """What it reads, in messages: ``tables``."""
+    """Contents that it reads, in messages: ``tables``."""
     options: frozenset[str]
     """Settings that it honors, beyond those that all do."""
 

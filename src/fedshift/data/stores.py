@@ -223,7 +223,7 @@ def read_store(store: Tensor | LazyStore, rows: Tensor, key: Keys = ()) -> Tenso
 
 
 class FileArray(NamedTuple):
-    """Where the values of a mapped array are in its file."""
+    """Place of a mapped array's values in its file."""
 
     path: Path
     shape: tuple[int, ...]

@@ -27,7 +27,7 @@ FileKind = Literal["array", "byte", "integer", "real", "volume", "signal"]
 
 @dataclass(frozen=True, kw_only=True)
 class Decoding:
-    """How a file's values become stored numbers.
+    """Decoding of a file's values into stored numbers.
 
     Attributes:
         kind: ``byte``, 8-bit pixels; ``integer`` and ``real``, gray integers of more bits and gray floats from 0 to 1,

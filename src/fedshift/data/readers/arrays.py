@@ -51,7 +51,7 @@ SPLIT_OF = {end: split for split, ends in SPLIT_ENDS.items() for end in ends} | 
 ARRAY_FILE = re.compile(r"\.(np[yz]|pth?|pkl|mat|h5|hdf5)(\.gz)?$", re.IGNORECASE)
 """The end of the name of a file of arrays."""
 UNPICKLED = "arrays of numbers, without pickle"
-"""What files hold, in messages."""
+"""Contents of files, in messages."""
 ACCEPTED = (
     "give (x_train, y_train, x_test, y_test), (x, y), which is divided, one map-style torch dataset or "
     "two, (train, test), whose samples are pairs (input, label), or a dictionary of either"

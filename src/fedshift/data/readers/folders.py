@@ -91,7 +91,7 @@ class Client:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Folders:
-    """What headers and masks say about the files of all clients below ``path``.
+    """Headers and masks of all clients' files below ``path``, and what follows from them.
 
     Attributes:
         content: What the directory holds (:func:`~fedshift.data.files.listing.find_content`).
