@@ -6,6 +6,7 @@ each class or, with groups (for example, all samples of one patient), whole grou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -13,7 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -32,7 +32,7 @@ from .inputs import require_layout
 from .preparation import HALF
 from .readers import arrays, find_reader, refuse_unused
 from .samples import Samples
-from .source import DRAWN, LOST, SPLITS, Decoded, ReadOptions, Source, divide_rows
+from .source import DRAWN, LOST, SPLITS, Decoded, ReadOptions, Rows, Source, divide_rows
 
 GROUPED = "files of one subject (sub-XX in names, or DICOM's PatientID) stay together, {} groups; --groups names others"
 """Notice of groups that nobody asked for."""
@@ -81,17 +81,18 @@ def assemble(source: Source, reading: ReadOptions) -> Federation:
     _refuse_fraction(source, reading)
     for array in source.arrays[1:]:
         require_layout(array.inputs, source.arrays[0].inputs, array.where, source.arrays[0].where)
-    divide = partial(divide_rows, source.rows, lambda own: task.strata(source.take_targets(own)), reading)
+    divide = partial(divide_rows, source.rows, lambda index: task.strata(source.take_targets(index)), reading)
     decoded = source.decode(divide)
-    rows = source.rows.assign(split=divide(decoded.lost))
+    rows = replace(source.rows, split=divide(decoded.lost))
     if reading.groups is not None:
         _refuse_cut_groups(rows)
     _require_both(source, rows, (*source.faults, *decoded.faults))
     groups = _number_groups(rows)
-    clients = _make_clients(source, decoded, rows.assign(group=groups))
+    clients = _make_clients(source, decoded, rows, groups)
+    used = int((rows.split != LOST).sum())
     odd: tuple[str, ...] = ()
     if reading.classes is None and not source.classes_checked:
-        odd = task.check_outputs(_name_training(source, rows), int((rows["split"] != LOST).sum()))
+        odd = task.check_outputs(_name_training(source, rows), used)
     classes = source.classes or reading.classes or task.count_outputs(client.train.y for client in clients)
     grouped = int(groups.max()) + 1 if len(groups) else 0
     told = Information(GROUPED.format(grouped))
@@ -99,7 +100,7 @@ def assemble(source: Source, reading: ReadOptions) -> Federation:
         name=source.name,
         clients=clients,
         classes=classes,
-        note=source.note.format(samples=(rows["split"] != LOST).sum(), clients=len(clients)),
+        note=source.note.format(samples=used, clients=len(clients)),
         class_names=source.class_names,
         notices=(
             *_describe_stores(clients),
@@ -121,7 +122,7 @@ def assemble(source: Source, reading: ReadOptions) -> Federation:
 
 def _name_clients(source: Source) -> Source:
     """Return ``source`` with notices of clients with alike names; raise :class:`UsageError` if they look the same."""
-    names = source.rows["client"].unique().tolist()
+    names = list(dict.fromkeys(source.rows.client.tolist()))
     refuse_hidden(names)
     for same in group_alike(names, clean_name):
         raise UsageError(f"clients {show_alike(same)} have names that look the same: join them, or rename one")
@@ -131,12 +132,13 @@ def _name_clients(source: Source) -> Source:
 
 def _merge_groups(source: Source) -> Source:
     """Return ``source`` with one name for all spellings of a client's group."""
-    group, told = source.rows["group"].copy(), list[str]()
-    for client, own in source.rows.dropna(subset="group").groupby("client", sort=False)["group"]:
-        stands, notices = merge_names({"": own.unique().tolist()}, "groups", together=True)
-        group[own.index] = own.map(stands)
+    group, told = source.rows.group.copy(), list[str]()
+    for client, own in source.rows.find("client", among=group != None).items():  # noqa: E711 - of each element
+        names = group[own].tolist()
+        stands, notices = merge_names({"": list(dict.fromkeys(names))}, "groups", together=True)
+        group[own] = [stands[name] for name in names]
         told += [f"client {client!r}: {notice}" for notice in notices]
-    return replace(source, rows=source.rows.assign(group=group), notices=(*source.notices, *told))
+    return replace(source, rows=replace(source.rows, group=group), notices=(*source.notices, *told))
 
 
 def _merge_classes(source: Source, task: Task, reading: ReadOptions) -> Source:
@@ -146,7 +148,7 @@ def _merge_classes(source: Source, task: Task, reading: ReadOptions) -> Source:
     if not isinstance(task, Classification) or not group_alike(names) or outside:
         return source
     held: dict[str, set[str]] = {name: {name} for name in names}  # also of clients that are not read
-    for number, (_, own) in enumerate(source.rows.groupby("client", sort=False)):
+    for number, own in enumerate(source.rows.find("client").values()):
         held[f"client {number}"] = {names[label] for label in source.take_targets(own).tolist()}
     stands, notices = merge_names(held, "classes")
     kept = tuple(name for name in names if stands[name] == name)
@@ -162,7 +164,7 @@ def _merge_classes(source: Source, task: Task, reading: ReadOptions) -> Source:
 
 def _refuse_fraction(source: Source, reading: ReadOptions) -> None:
     """Raise :class:`UsageError` for a ``test_fraction`` of data that all say what is for testing."""
-    drawn = (source.rows["split"] == DRAWN).any()
+    drawn = (source.rows.split == DRAWN).any()
     if "test_fraction" in reading.changed and reading.schema is None and not drawn:
         raise UsageError(
             f"{{}} draws test samples where the data name none, and {source.name} "
@@ -171,73 +173,72 @@ def _refuse_fraction(source: Source, reading: ReadOptions) -> None:
         )
 
 
-def _refuse_cut_groups(rows: pd.DataFrame) -> None:
+def _refuse_cut_groups(rows: Rows) -> None:
     """Raise :class:`UsageError` naming a group of a client whose samples have several splits."""
-    held = rows[rows["split"] != LOST].dropna(subset="group").drop_duplicates(["client", "group", "split"])
-    for (client, group), split in held.groupby(["client", "group"], sort=False)["split"]:
-        if len(split) > 1:
-            one, other = sorted(split, key=SPLITS.index)[:2]
+    for (client, group), own in rows.find("client", "group", among=rows.split != LOST).items():
+        splits = sorted(set(rows.split[own].tolist()), key=SPLITS.index)
+        if group is not None and len(splits) > 1:
             raise UsageError(
-                f"group {group!r} of client {client!r} is on two sides, {one} and {other}: a group must be on one "
-                "side; correct the split, or name no groups"
+                f"group {group!r} of client {client!r} is on two sides, {splits[0]} and {splits[1]}: a group must be "
+                "on one side; correct the split, or name no groups"
             )
 
 
-def _number_groups(rows: pd.DataFrame) -> NDArray[np.int64]:
+def _number_groups(rows: Rows) -> NDArray[np.int64]:
     """Return the number of each row's group, which different clients never share; -1: it has none."""
     known: dict[tuple[str, str], int] = {}
     number = np.full(len(rows), -1)
-    for (client, _), own in rows.dropna(subset="group").groupby(["client", "array"], sort=False)["group"]:
-        for name in sorted(own.unique()):
-            known.setdefault((str(client), name), len(known))
-        number[own.index] = [known[str(client), name] for name in own]
+    for (client, _), own in rows.find("client", "array", among=rows.group != None).items():  # noqa: E711
+        names = rows.group[own].tolist()
+        for name in sorted(set(names)):
+            known.setdefault((client, name), len(known))
+        number[own] = [known[client, name] for name in names]
     return number
 
 
-def _make_clients(source: Source, decoded: Decoded, rows: pd.DataFrame) -> tuple[ClientData, ...]:
-    """Return the clients, whose samples are rows of the decoded arrays; ``rows`` have numbers of groups."""
+def _make_clients(source: Source, decoded: Decoded, rows: Rows, groups: NDArray[np.int64]) -> tuple[ClientData, ...]:
+    """Return the clients, whose samples are rows of the decoded arrays; ``groups``: number of each row's group."""
     scalings = decoded.scalings or [HALF] * len(source.arrays)
     splits: dict[str, dict[str, Samples]] = {}
-    for (client, split), own in rows[rows["split"] != LOST].groupby(["client", "split"], sort=False):
-        array, place = int(own["array"].iloc[0]), own["place"].to_numpy()
+    for (client, split), own in rows.find("client", "split", among=rows.split != LOST).items():
+        array, place, group = int(rows.array[own[0]]), rows.place[own], groups[own]
         whole = len(own) == len(decoded.stores[array]) and bool((place == np.arange(len(own))).all())
-        group = own["group"].to_numpy()
-        splits.setdefault(str(client), {})[str(split)] = Samples(
-            x=decoded.stores[array], y=source.take_targets(own), rows=None if whole else torch.tensor(place),
-            normalization=scalings[array], group=None if (group < 0).all() else torch.tensor(group),
+        splits.setdefault(client, {})[split] = Samples(
+            x=decoded.stores[array], y=source.take_targets(own), rows=None if whole else torch.from_numpy(place),
+            normalization=scalings[array], group=None if (group < 0).all() else torch.from_numpy(group),
         )  # fmt: skip
     clients = []
-    for client, own in rows.groupby("client", sort=False):
-        files = tuple(own["file"]) if own["file"].iloc[0] else ()
-        how = decoded.decodings[own["array"].iloc[0]] if decoded.decodings else ARRAY
-        clients.append(replace(ClientData.from_splits(str(client), splits[str(client)], files), decoding=how))
+    for client, own in rows.find("client").items():
+        files = tuple(rows.file[own]) if rows.file[own[0]] else ()
+        how = decoded.decodings[rows.array[own[0]]] if decoded.decodings else ARRAY
+        clients.append(replace(ClientData.from_splits(client, splits[client], files), decoding=how))
     return tuple(clients)
 
 
-def _name_training(source: Source, rows: pd.DataFrame) -> dict[str, Tensor]:
+def _name_training(source: Source, rows: Rows) -> dict[str, Tensor]:
     """Return each client's training targets by their name in messages."""
-    found, clients = dict[str, Tensor](), rows.groupby("array")["client"].nunique()
-    for (client, _), own in rows[rows["split"] == "train"].groupby(["client", "array"], sort=False):
-        array = int(own["array"].iloc[0])
-        found[f"client {client!r}" if clients[array] > 1 else source.arrays[array].where] = source.take_targets(own)
-    return found
+    owners = Counter(array for _, array in rows.find("client", "array"))
+    return {
+        f"client {client!r}" if owners[array] > 1 else source.arrays[array].where: source.take_targets(own)
+        for (client, array), own in rows.find("client", "array", among=rows.split == "train").items()
+    }
 
 
-def _require_both(source: Source, rows: pd.DataFrame, faults: Sequence[str]) -> None:
+def _require_both(source: Source, rows: Rows, faults: Sequence[str]) -> None:
     """Raise :class:`UsageError` naming clients without training or test samples, and the reasons, as ``faults``."""
     found = dict[str, str]()
-    for name, own in rows.groupby("client", sort=False):
-        for split in ("train", "test"):
-            if not (own["split"] == split).any():
-                if (own["split"] == LOST).all():
-                    fix = "none of them can be read"
-                elif not (source.rows["split"][own.index] == DRAWN).any():
-                    fix = "its parts must give it some"
-                elif own["group"].notna().any():
-                    fix = "its samples are all of one group"
-                else:
-                    fix = "it has one sample of each class"
-                found.setdefault(str(name), f"client {name!r} has no sample for {split} among its {len(own)}: {fix}")
+    for name, own in rows.find("client").items():
+        held = set(rows.split[own].tolist())
+        for split in sorted({"train", "test"} - held, reverse=True):
+            if held == {LOST}:
+                fix = "none of them can be read"
+            elif DRAWN not in source.rows.split[own].tolist():
+                fix = "its parts must give it some"
+            elif any(group is not None for group in rows.group[own].tolist()):
+                fix = "its samples are all of one group"
+            else:
+                fix = "it has one sample of each class"
+            found.setdefault(name, f"client {name!r} has no sample for {split} among its {len(own)}: {fix}")
     if found:
         why = "".join(f"; {said}" for name in found for said in faults if said.startswith(f"client {name!r}"))
         raise UsageError(

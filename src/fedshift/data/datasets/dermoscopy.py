@@ -22,7 +22,7 @@ from ..federation import Federation
 from ..formats import read_csv, read_npz
 from ..partition import split_stratified
 from ..preparation import IMAGENET
-from ..source import Array, Decoded, Progress, Source, list_rows
+from ..source import Array, Decoded, Progress, Rows, Source
 from ._card import make_card, require_choices
 from ._file_lists import COLUMNS, assemble_listed, read_listed
 
@@ -194,9 +194,9 @@ def _read(
     if isinstance(found, tuple):
         return read_listed(found[0], clients, size=size or usual, progress=progress, **facts)
     y = torch.tensor(pd.concat(clients.values())["label"].reindex(range(len(pixels)), fill_value=0).to_numpy())
-    rows = [list_rows(name, 0, len(own), split=own["part"].tolist(), place=own.index) for name, own in clients.items()]
+    rows = [Rows.of(name, 0, len(own), split=own["part"].tolist(), place=own.index) for name, own in clients.items()]
     source = Source(
-        rows=pd.concat(rows, ignore_index=True), arrays=(Array(where=facts["name"], y=y),),
+        rows=Rows.join(rows), arrays=(Array(where=facts["name"], y=y),),
         decode=lambda _: Decoded(stores=[pixels]), task=CLASSIFICATION, classes=len(facts["class_names"]),
         classes_checked=True, **facts,
     )  # fmt: skip

@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 import numpy as np
-import pandas as pd
 from numpy.lib.npyio import NpzFile
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
@@ -36,7 +35,7 @@ from ..groups import read_groups
 from ..identity import sort_names
 from ..samples import join_several, read_targets, to_store
 from ..schema import Schema
-from ..source import SPLITS, Array, Decoded, Divide, ReadOptions, Source, choose_clients, list_rows
+from ..source import SPLITS, Array, Decoded, Divide, ReadOptions, Rows, Source, choose_clients
 from ..stores import DatasetStore
 
 holds = "arrays"
@@ -100,20 +99,20 @@ class _Split(NamedTuple):
 
     x: Any
     array: Array
-    rows: pd.DataFrame
+    rows: Rows
 
 
 def _make_source(splits: Sequence[_Split], reading: ReadOptions, **facts: Any) -> Source:
-    rows = pd.concat([split.rows.assign(array=at) for at, split in enumerate(splits)], ignore_index=True)
+    rows = Rows.join([replace(own.rows, array=np.full(len(own.rows), at)) for at, own in enumerate(splits)])
     arrays = tuple(split.array for split in splits)
     return Source(rows=rows, arrays=arrays, decode=partial(_open_stores, splits, rows), task=reading.task, **facts)
 
 
-def _open_stores(splits: Sequence[_Split], rows: pd.DataFrame, divide: Divide) -> Decoded:
+def _open_stores(splits: Sequence[_Split], rows: Rows, divide: Divide) -> Decoded:
     """Return the clients' inputs; splits with one array share its store."""
     first = {id(split.x): split for split in reversed(splits)}
     stores = {key: to_store(split.x, split.array.where) for key, split in first.items()}
-    trained = set(rows["array"][divide(()) == "train"])
+    trained = set(rows.array[divide(()) == "train"].tolist())
     named = {split.array.where: stores[id(split.x)] for at, split in enumerate(splits) if at in trained}
     notices = describe_arrays(named, several=any(split.array.inputs for split in splits))
     return Decoded(stores=[stores[id(split.x)] for split in splits], notices=tuple(notices))
@@ -276,7 +275,7 @@ def _read_split(
     groups = groups if group is None else read_groups(group, where)
     if group is not None and np.shape(group) != (len(targets),):
         raise UsageError(f"{where}: groups of shape {np.shape(group)} for {len(targets)} samples: give each one group")
-    rows = list_rows(client, 0, len(targets), split=split, group=groups)
+    rows = Rows.of(client, 0, len(targets), split=split, group=groups)
     return _Split(x, Array(where=where, y=targets, inputs=inputs), rows)
 
 
@@ -297,10 +296,16 @@ def _read_whole(datasets: Mapping[str, Any], reading: ReadOptions) -> Source:
         where = f"data, {split} data" if split else "data"
         drawn = split != "validation" and "test" not in datasets
         made = _read_split("", where, "" if drawn else split, data, None, reading, splits, skip)
-        splits.append(made._replace(rows=made.rows.assign(client=list(map(str, data[column])))))
+        splits.append(
+            made._replace(
+                rows=Rows.of(
+                    list(map(str, data[column])), 0, len(made.rows), split=made.rows.split, group=made.rows.group
+                )
+            )
+        )
     source = _make_source(splits, reading, name=NAME)
-    chosen = choose_clients(sort_names(source.rows["client"].unique()), reading)
-    rows = pd.concat([source.rows[source.rows["client"] == client] for client in chosen], ignore_index=True)
+    chosen = choose_clients(sort_names(set(source.rows.client.tolist())), reading)
+    rows = Rows.join([source.rows.take(source.rows.client == client) for client in chosen])
     return replace(source, rows=rows, decode=partial(_open_stores, splits, rows))
 
 

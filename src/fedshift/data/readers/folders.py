@@ -20,7 +20,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import pandas as pd
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -43,7 +42,7 @@ from ..groups import find_groups
 from ..identity import find_identity
 from ..patches import extend
 from ..schema import Schema
-from ..source import DRAWN, SPLITS, Array, Decoded, Divide, ReadOptions, Source, choose_clients, divide_rows, list_rows
+from ..source import DRAWN, SPLITS, Array, Decoded, Divide, ReadOptions, Rows, Source, choose_clients, divide_rows
 from ..stores import LazyStore, MappedStore
 
 holds = "images or recordings in folders"
@@ -255,7 +254,7 @@ def make_source(files: Folders, y: Mapping[str, Tensor], reading: ReadOptions, *
     )  # fmt: skip
 
 
-def _list_images(files: Folders, reading: ReadOptions) -> pd.DataFrame:
+def _list_images(files: Folders, reading: ReadOptions) -> Rows:
     """Return the rows of all images; without a test folder, training images of a client are to be divided."""
     tables = []
     for array, (name, client) in enumerate(files.clients.items()):
@@ -269,8 +268,8 @@ def _list_images(files: Folders, reading: ReadOptions) -> pd.DataFrame:
         if reading.groups is None and len(set(group.tolist())) < 2:  # names that distinguish nothing
             group = group[:0]
         split = [splits[file.part] for file in client.images]
-        tables.append(list_rows(name, array, len(paths), split=split, group=group, file=paths))
-    return pd.concat(tables, ignore_index=True)
+        tables.append(Rows.of(name, array, len(paths), split=split, group=group, file=paths))
+    return Rows.join(tables)
 
 
 # Sizes and leads
@@ -357,7 +356,7 @@ def _choose_grids(files: Folders, reading: ReadOptions) -> tuple[Folders, list[s
     grids.refuse_other_kinds(path, shown)
     rows = _list_images(files, reading)
     lost = set[str]().union(*(client.list_lost(files.broken) for client in files.clients.values()))
-    trained = set(rows["file"][divide_rows(rows, lambda _: None, reading, lost) == "train"]) or set(shown)
+    trained = set(rows.file[divide_rows(rows, lambda _: None, reading, lost) == "train"].tolist()) or set(shown)
     spacing = grids.find_spacing(path, shown, trained, reading)
     window, ranges = grids.find_window(path, shown, trained, reading)
     by_client = {
@@ -498,15 +497,15 @@ def _decode_masks(files: Folders, name: str, masks: Sequence[ImageFile], reading
 # Load
 
 
-def _decode(files: Folders, rows: pd.DataFrame, reading: ReadOptions, divide: Divide) -> Decoded:
+def _decode(files: Folders, rows: Rows, reading: ReadOptions, divide: Divide) -> Decoded:
     """Return each client's images; raise :class:`UsageError` for broken files, unless they are to be left out."""
     decoded = {name: decode_images(files, name, reading) for name in files.clients}
     broken = files.broken | {path: why for images, _ in decoded.values() for path, why in images.broken.items()}
     files.refuse_broken(broken, reading)
     lost = set[str]().union(*(client.list_lost(broken) for client in files.clients.values()))
-    trained = rows[divide(lost) == "train"]
+    trained = rows.take(divide(lost) == "train")
     levels = {
-        name: [decoded[name][0].levels[row] for row in trained["place"][trained["client"] == name]]
+        name: [decoded[name][0].levels[row] for row in trained.place[trained.client == name]]
         for name in files.clients
         if files.how[name].kind == "integer"
     }

@@ -49,7 +49,7 @@ from ..columns import (
 from ..identity import clean_name, group_alike, match_name, merge_names, sort_names
 from ..preparation import FeatureScaling
 from ..samples import digest_each
-from ..source import DRAWN, Array, Decoded, Divide, ReadOptions, Source, choose_clients, list_rows
+from ..source import DRAWN, Array, Decoded, Divide, ReadOptions, Rows, Source, choose_clients
 from ..usual_values import find_outlying
 
 TARGETS = ("target", "label", "y", "class", "outcome")
@@ -814,7 +814,7 @@ def _loses_digits(values: NDArray[np.floating], rounded: NDArray[np.float32]) ->
     return 2 * len(np.unique(rounded)) < len(np.unique(values)) + 1
 
 
-def _list_rows(rows: TableRows, places: Mapping[str, Ints], reading: ReadOptions) -> pd.DataFrame:
+def _list_rows(rows: TableRows, places: Mapping[str, Ints], reading: ReadOptions) -> Rows:
     """Return the rows of the clients, whose numbers among those that are read are ``places``."""
     order = rows.read[np.concatenate(list(places.values()))]
     held, split, group = rows.roles.iloc[order], DRAWN, None
@@ -829,10 +829,8 @@ def _list_rows(rows: TableRows, places: Mapping[str, Ints], reading: ReadOptions
     if reading.groups:
         group = held[reading.groups].astype(str).to_numpy()
     counts = list(map(len, places.values()))
-    listed = list_rows(held[""].to_numpy(), 0, len(order), split=split, group=group)
-    return listed.assign(
-        array=np.repeat(np.arange(len(counts)), counts), place=np.concatenate(list(map(np.arange, counts)))
-    )
+    listed = Rows.of(held[""], 0, len(order), split=split, group=group, place=np.concatenate([*map(np.arange, counts)]))
+    return replace(listed, array=np.repeat(np.arange(len(counts)), counts))
 
 
 def _refuse_missing(client: str, x: Numbers, columns: Sequence[Column]) -> UsageError:
