@@ -57,7 +57,7 @@ def save(file, values):
 
 @pytest.mark.parametrize(
     ("kind", "options", "functions", "files"),
-    [("pictures", {}, 112, 23), ("volumes", {"patch": "4"}, 138, 27), ("csv", {"target": "y"}, 112, 20)],
+    [("pictures", {}, 113, 23), ("volumes", {"patch": "4"}, 141, 27), ("csv", {"target": "y"}, 112, 20)],
 )
 def test_files_pass_few_functions_to_a_federation(tmp_path, monkeypatch, kind, options, functions, files):
     monkeypatch.setenv("FEDSHIFT_CACHE", str(tmp_path / "cache"))

@@ -140,7 +140,7 @@ class Rows:
         texts = {"client": client, "split": split, "group": group, "file": file}
         columns = {name: np.empty(count, object) for name in texts}
         for name, given in texts.items():
-            columns[name][:] = given if given is None or isinstance(given, str) else list(given)
+            columns[name][:] = given if given is None or isinstance(given, str) else np.asarray(given, object)
         place = np.arange(count) if place is None else np.array(place, np.int64)
         return cls(**columns, array=np.full(count, array), place=place)
 
