@@ -202,6 +202,7 @@ def _make_clients(source: Source, decoded: Decoded, rows: Rows, groups: NDArray[
     splits: dict[str, dict[str, Samples]] = {}
     for (client, split), own in rows.find("client", "split", among=rows.split != LOST).items():
         array, place, group = int(rows.array[own[0]]), rows.place[own], groups[own]
+        assert (rows.array[own] == array).all(), f"{split} samples of {client!r} are in several arrays"
         whole = len(own) == len(decoded.stores[array]) and bool((place == np.arange(len(own))).all())
         splits.setdefault(client, {})[split] = Samples(
             x=decoded.stores[array], y=source.take_targets(own), rows=None if whole else torch.from_numpy(place),

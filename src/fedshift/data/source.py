@@ -111,7 +111,7 @@ class ReadOptions(DataSpec):
 class Rows:
     """A row for each sample of a source, as columns ``[N]``; names are objects, since those of files may be any bytes.
 
-    A source of a few samples is read in half a millisecond with these, and in sixteen with a table of pandas.
+    They are arrays, and no table of pandas, so that thousands of small sources can be made at once.
 
     Attributes:
         client: Name of the client.
@@ -164,9 +164,8 @@ class Rows:
         found: dict[Any, list[int]] = {}
         chosen = np.arange(len(self)) if among is None else np.flatnonzero(among)
         columns = [getattr(self, name)[chosen].tolist() for name in names]
-        for row, key in zip(
-            chosen.tolist(), columns[0] if len(names) == 1 else zip(*columns, strict=True), strict=True
-        ):
+        keys = columns[0] if len(names) == 1 else zip(*columns, strict=True)
+        for row, key in zip(chosen.tolist(), keys, strict=True):
             found.setdefault(key, []).append(row)
         return {key: np.array(own) for key, own in found.items()}
 

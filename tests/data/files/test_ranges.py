@@ -215,7 +215,7 @@ def make_pictures(root, names="ab", brighter=0):
     ("make", "first"), [(make_pictures, "x/0.png"), (make_ct, "images/0"), (make_mr, "images/0.nii.gz")]
 )
 def test_one_file_is_the_same_input_by_every_door(tmp_path, make, first):
-    """A new client's other images are brighter, so a range of its own would differ."""
+    """The new client's other images are brighter, so its own range would differ."""
     run, new = make(tmp_path / "run"), make(tmp_path / "new", "c", brighter=30000)
     data, spec = load_federation(str(run), DataSpec()), DataSpec()
     schema, window = data.schema, data.clients[0].decoding.window
